@@ -46,7 +46,7 @@ def read_corpus(folder: str | Path | None = None) -> tuple[torch.Tensor, torch.T
 
 def windows(tokens: torch.Tensor, starts: torch.Tensor, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets (targets are one byte ahead), both (len(starts), seq) int64."""
-    index = starts[:, None] + torch.arange(seq + 1)
+    index = starts[:, None] + torch.arange(seq + 1, device=starts.device)
     drawn = tokens[index].long()
     return drawn[:, :-1], drawn[:, 1:]
 

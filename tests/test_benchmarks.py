@@ -377,6 +377,47 @@ def test_train_compares_optimizers(optimizer, tmp_path):
         assert re.search(took, text, re.MULTILINE)
 
 
+def test_rates_are_swept_until_both_neighbours_are_worse(monkeypatch):
+    """AdamW's three rates, then one of each optimizer, from what is known so far."""
+    sweep = load("convergence", monkeypatch)
+    best = {"adamw": (4e-3, 8e-3, 1e-3), "muon": (1.6e-2,), "torch_muon": (8e-3,)}
+
+    def loss(run):
+        rates = [run.lr, run.embed_lr, run.head_lr] if run.optimizer == "adamw" else [run.lr]
+        return sum(math.log2(rate / right) ** 2 for rate, right in zip(rates, best[run.optimizer])) + 0.01 * run.seed
+
+    losses = {}
+    while runs := [run for name in best for run in sweep.wanted(name, losses)]:
+        losses |= {run: loss(run) for run in runs}
+    assert not sweep.adamw_rates(losses)[1]
+    for name, rates in best.items():
+        seeds = sweep.PARITY_SEEDS if name == "muon" else sweep.SEEDS
+        found = {run for run in losses if run.optimizer == name and run.lr == rates[0]
+                 and (run.embed_lr, run.head_lr) == best["adamw"][1:]}
+        assert {run.seed for run in found} == set(seeds)
+    parity = {(run.optimizer, run.seed) for run in losses if run.lr == 1.6e-2 and run.optimizer != "adamw"}
+    assert parity >= {(name, seed) for name in ("muon", "torch_muon") for seed in sweep.PARITY_SEEDS}
+    assert len(losses) < 60
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
+def test_convergence_goes_on_where_it_ended(optimizer, tmp_path, monkeypatch):
+    """A call that ends after four runs, and another one: rows are trained once."""
+    out = tmp_path / "convergence.csv"
+    common = "convergence.py", "--size", "tiny", "--steps", 2, "--eager", "--optimizers", "muon", "--out", out
+    run(*common, "--runs", 4)
+    with open(out, newline="") as file:
+        first = list(csv.DictReader(file))
+    text = run(*common)
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    runs = [tuple(row[key] for key in ("optimizer", "lr", "embed_lr", "head_lr", "seed")) for row in rows]
+    assert len(set(runs)) == len(runs) > len(first) == 4 and rows[:len(first)] == first
+    for name, seeds in ("adamw", 3), ("muon", 5):
+        assert re.search(rf"^\| {name} \| [\d.]+ \| {seeds} \|", text, re.M)
+    assert "\n".join(load("convergence", monkeypatch).table(rows)) in text
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
 def test_soak_finds_nothing_that_grows_or_differs(optimizer):
     text = run_alone("soak.py", "--ranks", 2, "--model", "tiny", "--steps", 20, "--mode", "hsdp", "reduce")

@@ -1,0 +1,465 @@
+"""What an optimizer brings in training: one GPT, many optimizers, learning rates swept alike. One CSV row a run.
+
+    make build && python benchmarks/convergence.py --size 30m --out convergence.csv
+    ... --optimizers adamw muon normuon     some of them; AdamW is always needed, for the rates of embeddings and head
+    ... --seconds 500                       begin no run after so long; the next call goes on where this one ended
+    ... --show convergence.csv              print the table of the rows that are there, and train nothing
+
+Tokens are bytes, weights are fp32, compute is bf16 by autocast. All runs of a size have the same text in the same
+order for a seed, the same warm-up and linear decay to 0, weight decay 0.1 on matrices, embeddings and head, and
+gradients clipped to norm 1. Each GPU trains one run at a time; without a GPU one process trains on the CPU.
+
+Rates. AdamW has three, of matrices (and norms), of embeddings and of the head, which are found one after another by
+factors of 2, with seed 0: a rate counts as found once both of its neighbours are worse. All other optimizers take
+AdamW's rates for embeddings and head, and sweep that of matrices in the same way. So AdamW has three swept rates, and
+the others one. Then seeds 1 and 2 train with the best rates, and the table is of these three seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn import functional as F
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+from corpus import VOCABULARY, even_windows, read_corpus, windows  # noqa: E402
+from gpt import GPT  # noqa: E402
+from rows import add_output, append, read  # noqa: E402
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={HERE.parent}")
+
+COLUMNS = ("commit gpu size parameters corpus text_mb optimizer lr embed_lr head_lr seed steps tokens heldout_loss "
+           "step_ms optimizer_ms peak_mib curve torch").split()
+SEEDS = (0, 1, 2)
+PARITY_SEEDS = (0, 1, 2, 3, 4)  # of our Muon and torch's, which are compared seed by seed
+WARMUP, DECAY, CLIP, BETAS = 0.05, 0.1, 1.0, (0.9, 0.95)
+HELDOUT_WINDOWS, EVALUATIONS = 128, 20
+STUDENT_T = {3: (4.303, 1.061), 4: (3.182, 0.978), 5: (2.776, 0.941)}  # seeds -> quantiles .975 and .8
+LOST = 1e9  # loss of a run that diverged, so that rows can be compared
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and the length of its training."""
+
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    seq: int
+    steps: int
+
+
+SIZES = {
+    "tiny": Size(1, 64, 2, 4, 32, 8),  # for tests
+    "30m": Size(9, 512, 8, 64, 512, 600),
+    "124m": Size(13, 896, 14, 128, 512, 1500),
+}
+
+
+def main() -> None:
+    options = arguments()
+    if options.show:
+        rows = [row for row in read(options.show) if row["size"] == options.size]
+        print("\n".join(table(rows)) if rows else f"{options.show} has no rows of {options.size}")
+        return
+    Sweep(options).run()
+    rows = rows_so_far(options)
+    print("\n".join(table(rows)) if rows else "no run has ended")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="30m")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--steps", type=int, default=None, help="in place of the size's own number")
+    parser.add_argument("--data", default=None, help="folder whose *.py files are the text (default: Python's library)")
+    parser.add_argument("--corpus", default="stdlib", help="name of the text, for the rows")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so long")
+    parser.add_argument("--runs", type=int, default=None, help="end after so many runs")
+    parser.add_argument("--eager", action="store_true", help="do not compile the layers")
+    parser.add_argument("--show", default=None, help="a CSV whose table to print")
+    add_output(parser, COLUMNS, "convergence.csv")
+    return parser.parse_args()
+
+
+# Optimizers. Each takes (matrices, rest, lr): `rest` are groups for AdamW, with their own lr. It returns optimizers
+# that step one after another.
+
+
+def adamw(matrices: list[nn.Parameter], rest: list[dict], lr: float) -> list[torch.optim.Optimizer]:
+    groups = [{"params": matrices, "lr": lr, "weight_decay": DECAY}, *rest]
+    return [torch.optim.AdamW(groups, betas=BETAS, fused=matrices[0].is_cuda)]
+
+
+def torch_muon(matrices: list[nn.Parameter], rest: list[dict], lr: float) -> list[torch.optim.Optimizer]:
+    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(rest, betas=BETAS, fused=matrices[0].is_cuda)]
+
+
+def ours(name: str = "Muon", split: bool = False, **keys: object) -> Callable:
+    """An optimizer of this package; `split`: queries, keys, values and outputs by heads."""
+
+    def make(matrices: list[nn.Parameter], rest: list[dict], lr: float) -> list[torch.optim.Optimizer]:
+        from kernels import get_kernel
+
+        package = get_kernel("org/optimizer", version=1)
+        forms = [p.by_heads if split else None for p in matrices]
+        groups = [{"params": matrices, "lr": lr, "weight_decay": DECAY, "split": forms}]
+        groups += [{**group, "use_muon": False} for group in rest]
+        keywords = {"adjust_lr_fn": "match_rms_adamw", "adamw_betas": BETAS, **keys}
+        return [getattr(package, name)(groups, **keywords)]
+
+    return make
+
+
+# name -> (how it is built, where the sweep of its lr begins)
+OPTIMIZERS = {
+    "adamw": (adamw, 2e-3),
+    "torch_muon": (torch_muon, 4e-3),
+    "muon": (ours(), 4e-3),
+    "normuon": (ours("NorMuon"), 4e-3),
+    "adamuon": (ours(rule="adamuon"), 4e-3),
+    "hyperball": (ours(rule="hyperball"), 8e-3),
+    "muon_plus": (ours(rule="muon_plus"), 4e-3),
+    "cautious": (ours(decay="cautious"), 4e-3),
+    "per_head": (ours(split=True), 4e-3),
+    "bf16_momentum": (ours(state_dtype=torch.bfloat16), 4e-3),
+    "turbo": (ours(ns_coefficients="turbo", ns_steps=4), 4e-3),
+    "cubic": (ours(ns_coefficients="cubic"), 4e-3),
+    "eight_steps": (ours(ns_steps=8), 4e-3),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    optimizer: str
+    lr: float
+    embed_lr: float
+    head_lr: float
+    seed: int
+
+    @classmethod
+    def of(cls, row: dict[str, str]) -> Run:
+        rates = (float(row[key]) for key in ("lr", "embed_lr", "head_lr"))
+        return cls(row["optimizer"], *rates, int(row["seed"]))
+
+
+# What is to be trained next is a function of the rows so far, so that a sweep goes on after an interruption.
+
+
+def losses_of(rows: list[dict[str, str]]) -> dict[Run, float]:
+    return {Run.of(row): float(row["heldout_loss"]) for row in rows}
+
+
+def search(start: Run, axis: str, losses: dict[Run, float]) -> tuple[Run, list[Run]]:
+    """(The best run along one rate, the runs that are wanted before it is known to be the best)."""
+    best, known = start, losses.get(start)
+    if known is None:
+        return start, [start]
+    while True:
+        beside = [replace(best, **{axis: getattr(best, axis) * factor}) for factor in (0.5, 2.0)]
+        if missing := [run for run in beside if run not in losses]:
+            return best, missing
+        better = min(beside, key=losses.get)
+        if losses[better] >= losses[best]:
+            return best, []
+        best = better
+
+
+def wanted(name: str, losses: dict[Run, float]) -> list[Run]:
+    """The runs of an optimizer that can begin now; none where it is done, or waits for another's rates."""
+    best, missing = adamw_rates(losses)
+    if name != "adamw":
+        if missing:
+            return []
+        best, missing = search(replace(best, optimizer=name, lr=OPTIMIZERS[name][1]), "lr", losses)
+    runs = missing or [replace(best, seed=seed) for seed in (PARITY_SEEDS if name == "muon" else SEEDS)]
+    if name == "torch_muon" and not missing:  # compared with our Muon at our rate, seed by seed
+        ours, waits = search(replace(best, optimizer="muon", lr=OPTIMIZERS["muon"][1]), "lr", losses)
+        runs += [] if waits else [replace(best, lr=ours.lr, seed=seed) for seed in PARITY_SEEDS]
+    return [run for run in runs if run not in losses]
+
+
+def search_together(start: Run, losses: dict[Run, float]) -> tuple[Run, list[Run]]:
+    """`search` along one rate for all parameters."""
+    best = start
+    while best in losses:
+        beside = [replace(best, **{axis: getattr(best, axis) * factor for axis in ("lr", "embed_lr", "head_lr")})
+                  for factor in (0.5, 2.0)]
+        if missing := [run for run in beside if run not in losses]:
+            return best, missing
+        better = min(beside, key=losses.get)
+        if losses[better] >= losses[best]:
+            return best, []
+        best = better
+    return best, [best]
+
+
+def adamw_rates(losses: dict[Run, float]) -> tuple[Run, list[Run]]:
+    """(AdamW's best run of seed 0, the runs that it waits for)."""
+    lr = OPTIMIZERS["adamw"][1]
+    best, missing = search_together(Run("adamw", lr, lr, lr, 0), losses)
+    for axis in ("embed_lr", "head_lr", "lr"):
+        if missing:
+            break
+        best, missing = search(best, axis, losses)
+    return best, missing
+
+
+def rows_so_far(options: argparse.Namespace) -> list[dict[str, str]]:
+    """The rows of this size, text and length."""
+    steps = str(options.steps or SIZES[options.size].steps)
+    rows = read(options.out) if Path(options.out).exists() else []
+    return [row for row in rows if (row["size"], row["corpus"], row["steps"]) == (options.size, options.corpus, steps)]
+
+
+class Sweep:
+    """Hands runs to processes, one for each GPU, until none is wanted or the time is over."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.began = options, time.perf_counter()
+        self.names = list(dict.fromkeys(["adamw", *options.optimizers]))
+        self.workers = torch.cuda.device_count() or 1
+        self.left = options.runs  # runs that may still begin; None: all
+
+    def next_run(self, begun: set[Run]) -> Run | None:
+        if time.perf_counter() - self.began > self.options.seconds or self.left == 0:
+            return None
+        losses = losses_of(rows_so_far(self.options))
+        found = (run for name in self.names for run in wanted(name, losses) if run not in begun)
+        return next(found, None)
+
+    def run(self) -> None:
+        context = mp.get_context("spawn")
+        orders, results = [context.SimpleQueue() for _ in range(self.workers)], context.SimpleQueue()
+        processes = [context.Process(target=work, args=(i, self.options, orders[i], results), daemon=True)
+                     for i in range(self.workers)]
+        for process in processes:
+            process.start()
+        idle, begun = set(range(self.workers)), {}
+        while True:
+            while idle and (run := self.next_run(set(begun.values()))) is not None:
+                worker = idle.pop()
+                self.left = None if self.left is None else self.left - 1
+                begun[worker] = run
+                orders[worker].put(run)
+            if not begun:
+                break
+            worker, row = results.get()
+            if isinstance(row, str):
+                raise SystemExit(f"{begun[worker]} failed:\n{row}")
+            append(self.options.out, COLUMNS, [row])
+            print({key: row[key] for key in COLUMNS[6:17]}, flush=True)
+            del begun[worker]
+            idle.add(worker)
+        for order in orders:
+            order.put(None)
+        for process in processes:
+            process.join()
+
+
+def work(worker: int, options: argparse.Namespace, orders: mp.SimpleQueue, results: mp.SimpleQueue) -> None:
+    """Train what the orders say, until they end."""
+    import traceback
+
+    device = torch.device("cuda", worker) if torch.cuda.is_available() else torch.device("cpu")
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        while (run := orders.get()) is not None:
+            try:
+                results.put((worker, Training(run, options, device).row()))
+            except Exception:
+                results.put((worker, traceback.format_exc()))
+
+
+class Training:
+    """One run on one device."""
+
+    def __init__(self, run: Run, options: argparse.Namespace, device: torch.device) -> None:
+        self.run, self.options, self.device = run, options, device
+        self.size = SIZES[options.size]
+        self.steps = options.steps or self.size.steps
+        text, heldout = read_corpus(options.data)
+        self.text_mb = round(len(text) / 1e6, 1)
+        self.text = text.to(device)
+        self.heldout = [part.to(device) for part in even_windows(heldout, HELDOUT_WINDOWS, self.size.seq)]
+        torch.manual_seed(run.seed)
+        self.model = GPT(VOCABULARY, self.size.layers, self.size.width, self.size.heads).to(device)
+        if not options.eager:
+            for block in self.model.blocks:
+                block.compile()
+        self.optimizers = OPTIMIZERS[run.optimizer][0](*self.groups(), run.lr)
+        self.order = torch.Generator().manual_seed(run.seed)
+
+    def groups(self) -> tuple[list[nn.Parameter], list[dict]]:
+        """(Hidden matrices, AdamW's groups of embeddings, head and norms)."""
+        model, heads = self.model, self.size.heads
+        for block in model.blocks:
+            for p in block.parameters():
+                p.by_heads = None
+            for module in (block.attention.query, block.attention.key, block.attention.value):
+                module.weight.by_heads = {"heads": heads}
+            block.attention.out.weight.by_heads = {"heads": heads, "dim": 1}
+        matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+        norms = [p for p in model.parameters() if p.ndim == 1]
+        # Norms have AdamW's rate for the head, which no optimizer sweeps but AdamW
+        return matrices, [
+            {"params": [model.embed.weight], "lr": self.run.embed_lr, "weight_decay": DECAY},
+            {"params": [model.lm_head.weight], "lr": self.run.head_lr, "weight_decay": DECAY},
+            {"params": norms, "lr": self.run.head_lr, "weight_decay": 0.0},
+        ]
+
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.model(inputs)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def heldout_loss(self) -> torch.Tensor:
+        """The mean over batches of as many windows as a training step has."""
+        count = min(self.size.batch, HELDOUT_WINDOWS)
+        batches = zip(*(part.split(count) for part in self.heldout))
+        return torch.stack([self.loss(*batch) for batch in batches]).mean()
+
+    def factor(self, step: int) -> float:
+        """Of the rates: linear warm-up, then linear decay to 0."""
+        warmup = max(1, int(WARMUP * self.steps))
+        return (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)
+
+    def row(self) -> dict:
+        size, rates = self.size, [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
+        curve, marks = [], []
+        for step in range(self.steps):
+            for opt, lrs in zip(self.optimizers, rates):
+                for group, lr in zip(opt.param_groups, lrs):
+                    group["lr"] = lr * self.factor(step)
+            starts = torch.randint(len(self.text) - size.seq, (size.batch,), generator=self.order)
+            begin = self.mark()
+            self.loss(*windows(self.text, starts.to(self.device), size.seq)).backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            middle = self.mark()
+            for opt in self.optimizers:
+                opt.step()
+            marks.append((begin, middle, self.mark()))
+            self.model.zero_grad()
+            if (step + 1) % max(1, self.steps // EVALUATIONS) == 0 or step + 1 == self.steps:
+                curve.append((step + 1, self.heldout_loss()))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        # Steps of the second half: kernels are compiled, graphs are captured
+        times = [(between(a, c), between(b, c)) for a, b, c in marks[self.steps // 2:]]
+        losses = [loss.item() if loss.isfinite() else LOST for _, loss in curve]
+        cuda, peak = self.device.type == "cuda", 0.0
+        if cuda:
+            peak = torch.cuda.max_memory_allocated() / 2**20
+            torch.cuda.reset_peak_memory_stats()
+        run = self.run
+        return {
+            "commit": self.options.commit, "gpu": torch.cuda.get_device_name() if cuda else "cpu",
+            "size": self.options.size, "parameters": sum(p.numel() for p in self.model.parameters()),
+            "corpus": self.options.corpus, "text_mb": self.text_mb, "optimizer": run.optimizer, "lr": run.lr,
+            "embed_lr": run.embed_lr, "head_lr": run.head_lr, "seed": run.seed, "steps": self.steps,
+            "tokens": self.steps * size.batch * size.seq, "heldout_loss": round(losses[-1], 5),
+            "step_ms": round(statistics.median(whole for whole, _ in times), 3),
+            "optimizer_ms": round(statistics.median(own for _, own in times), 3), "peak_mib": round(peak, 1),
+            "curve": " ".join(f"{step}:{loss:.4f}" for (step, _), loss in zip(curve, losses)),
+            "torch": torch.__version__}
+
+    def mark(self) -> torch.cuda.Event | float:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """ms."""
+    return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
+
+
+# The table
+
+
+def best_rows(rows: list[dict[str, str]], name: str) -> list[dict[str, str]]:
+    """The rows of an optimizer with its best rates, over the seeds that were trained with them."""
+    own = [row for row in rows if row["optimizer"] == name]
+    if not own:
+        return []
+    best = min((row for row in own if row["seed"] == "0"), key=lambda row: float(row["heldout_loss"]))
+    rates = ("lr", "embed_lr", "head_lr")
+    return [row for row in own if all(row[key] == best[key] for key in rates)]
+
+
+def mean_curve(rows: list[dict[str, str]]) -> list[tuple[int, float]]:
+    """[(step, mean held-out loss over the rows)]."""
+    curves = [[point.split(":") for point in row["curve"].split()] for row in rows]
+    return [(int(points[0][0]), statistics.mean(float(loss) for _, loss in points)) for points in zip(*curves)]
+
+
+def share_to_reach(curve: list[tuple[int, float]], loss: float, steps: int) -> float | None:
+    """The share of the steps after which a curve first has a loss, between two measurements by a straight line. Rates
+    fall to 0 over all steps, so a run that was planned shorter would reach it earlier.
+    """
+    for (before, high), (after, low) in zip(curve, curve[1:]):
+        if low <= loss < high:
+            return (before + (after - before) * (high - loss) / (high - low)) / steps
+    return None
+
+
+def table(rows: list[dict[str, str]]) -> list[str]:
+    """One line for each optimizer, in the order of their losses, and the comparison with torch.optim.Muon."""
+    found = {name: best for name in OPTIMIZERS if (best := best_rows(rows, name))}
+    losses = {name: [float(row["heldout_loss"]) for row in best] for name, best in found.items()}
+    target = statistics.mean(losses["adamw"]) if "adamw" in losses else None
+    heads = "optimizer", "lr", "seeds", "held-out loss", "spread", "steps to AdamW's loss", "step ms", "optimizer ms"
+    lines = [f"| {' | '.join(heads)} | MiB |", "|---" * (len(heads) + 1) + "|"]
+    for name in sorted(found, key=lambda name: statistics.mean(losses[name])):
+        best, spread = found[name], statistics.stdev(losses[name]) if len(losses[name]) > 1 else math.nan
+        share = None
+        if target is not None and name != "adamw":
+            share = share_to_reach(mean_curve(best), target, int(best[0]["steps"]))
+        keys = "step_ms", "optimizer_ms", "peak_mib"
+        figures = (statistics.median(float(row[key]) for row in best) for key in keys)
+        lines.append(f"| {name} | {float(best[0]['lr']):g} | {len(best)} | {statistics.mean(losses[name]):.4f} | "
+                     f"{spread:.4f} | {'' if share is None else f'{100 * share:.0f} %'} | "
+                     + " | ".join(f"{figure:.2f}" for figure in figures) + " |")
+    return [*lines, *parity(rows)]
+
+
+def parity(rows: list[dict[str, str]]) -> list[str]:
+    """Our Muon less torch's over seeds, at the rates that both were trained with most: a paired t-test, and the
+    difference that it finds with a probability of 80 % at a level of 5 %.
+    """
+    pairs = {}
+    for row in rows:
+        if row["optimizer"] in ("muon", "torch_muon"):
+            seeds = pairs.setdefault((row["lr"], row["embed_lr"], row["head_lr"]), {})
+            seeds.setdefault(row["seed"], {})[row["optimizer"]] = float(row["heldout_loss"])
+    gaps = max(([pair["muon"] - pair["torch_muon"] for pair in seeds.values() if len(pair) == 2]
+                for seeds in pairs.values()), key=len, default=[])
+    if len(gaps) not in STUDENT_T:
+        return []
+    level, power = STUDENT_T[len(gaps)]
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    return ["", f"muon less torch_muon, {len(gaps)} seeds: {statistics.mean(gaps):+.5f} +- {level * error:.5f} (95 %). "
+            f"A difference of {(level + power) * error:.5f} would be found with a probability of 80 %."]
+
+
+if __name__ == "__main__":
+    main()
