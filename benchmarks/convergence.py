@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import math
 import os
 import statistics
@@ -132,7 +133,7 @@ OPTIMIZERS = {
     "torch_muon": (torch_muon, 4e-3),
     "muon": (ours(), 4e-3),
     "normuon": (ours("NorMuon"), 4e-3),
-    "adamuon": (ours(rule="adamuon"), 4e-3),
+    "adamuon": (ours(rule="adamuon", adjust_lr_fn=0.2), 4e-3),
     "hyperball": (ours(rule="hyperball"), 8e-3),
     "muon_plus": (ours(rule="muon_plus"), 4e-3),
     "cautious": (ours(decay="cautious"), 4e-3),
@@ -285,6 +286,10 @@ def work(worker: int, options: argparse.Namespace, orders: mp.SimpleQueue, resul
                 results.put((worker, Training(run, options, device).row()))
             except Exception:
                 results.put((worker, traceback.format_exc()))
+            gc.collect()  # graphs and hooks make cycles, which hold a model each
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
 
 
 class Training:
@@ -364,11 +369,8 @@ class Training:
         # Steps of the second half: kernels are compiled, graphs are captured
         times = [(between(a, c), between(b, c)) for a, b, c in marks[self.steps // 2:]]
         losses = [loss.item() if loss.isfinite() else LOST for _, loss in curve]
-        cuda, peak = self.device.type == "cuda", 0.0
-        if cuda:
-            peak = torch.cuda.max_memory_allocated() / 2**20
-            torch.cuda.reset_peak_memory_stats()
-        run = self.run
+        run, cuda = self.run, self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
         return {
             "commit": self.options.commit, "gpu": torch.cuda.get_device_name() if cuda else "cpu",
             "size": self.options.size, "parameters": sum(p.numel() for p in self.model.parameters()),
