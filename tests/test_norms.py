@@ -19,7 +19,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], i
 def norms(part, path, monkeypatch):
     """The module, on short blocks, so that short rows have many."""
     module = part("kernels.elementwise.norms")
-    for name, size in (("BLOCK", 16), ("ROWS", 4), ("COLUMNS", 8)):
+    for name, size in (("TILE", 64), ("WIDTH", 8), ("LONGEST", 16), ("STEPS", 2), ("BLOCK", 16)):
         monkeypatch.setattr(module, name, size)
     return module
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.elementwise.norms import normalize, scale, squares, total
+from ..kernels.elementwise.norms import normalize, normalize_columns
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from .rule import Rule, State, Units, register
 
@@ -63,11 +63,5 @@ class NorMuonColumnsRule(Rule):
     def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
         """Normalize the columns of O (N, R, C) in place, and update V (N, 1, C)."""
         V = units.state["second_moment_of_columns"]
-        square = squares(O, "column")
-        mean = square / max(1, O.shape[1])
-        V.mul_(units.numbers.beta2).add_(mean * units.numbers.one_minus_beta2)
-        columns = torch.where(V == 0, 0.0, 1 / (V.sqrt() + EPS))
-        before, after = total(square), total(square * columns.square())
-        rows = torch.where(after > 0, before / after, after).sqrt().expand(-1, O.shape[1], 1)
-        scale(O, rows, columns)
+        normalize_columns(O, V, units.scalars, EPS, units.groups)
         return O

@@ -153,8 +153,8 @@ class Rule:
     # Of built-in rules with kernels: `before` and `after` work in place on stacks as they lie in
     # the workspace, in wire_dtype, and read `Units.scalars` and `Units.groups`
     fused: ClassVar[bool] = False
-    # Of a fused rule: names (a, b) in `sends`, one number per matrix. A kernel writes W a - O b in
-    # place of `write`
+    # Of a fused rule: names in `sends` that the kernel of the weight update reads. (f,), numbers per
+    # row or matrix: factors of O beside lr and scale. (f, k), per matrix: W <- W k - O f
     write_factors: ClassVar[tuple[str, ...]] = ()
     # Whether a fused rule also takes stacks of scattered rows, see [Note: direct matrices]
     takes_scattered_rows: ClassVar[bool] = False
@@ -207,14 +207,15 @@ def overrides(rule: Rule, method: str) -> bool:
 
 def writes_weights(rule: Rule) -> bool:
     """Whether a rule computes weights by formulas of its own, without Muon's fused kernels."""
-    return overrides(rule, "update") or overrides(rule, "write") or bool(rule.sends)
+    has_own = overrides(rule, "update") or overrides(rule, "write") or bool(rule.sends)
+    return has_own and not (rule.fused and len(rule.write_factors) == 1)
 
 
 def reads_gradients(rule: Rule) -> bool:
     """Whether torch reads gradients in a step of a rule: where they lie is then part of each CUDA
     graph. The momentum is written along with the weight, by the fused kernel or by torch.
     """
-    return writes_weights(rule) and not rule.write_factors
+    return writes_weights(rule) and not rule.fused
 
 
 def changes_at_lr_0(rule: Rule) -> bool:

@@ -84,6 +84,39 @@ class ScatteredRows:
         return _MatrixSlice(self.pieces[matrices], self.is_transposed)
 
 
+class ScatteredMatrices:
+    """Whole matrices (N, R, C) in fp32 that stay where they are stored, for kernels that read them
+    beside a stack.
+
+    `table` (N,), int64 on the device: the address of each matrix.
+    """
+
+    def __init__(self, matrices: Sequence[torch.Tensor]):
+        """`matrices`: contiguous tensors (R, C) in fp32, kept alive."""
+        self.matrices = list(matrices)
+        self.shape = torch.Size((len(self.matrices), *self.matrices[0].shape))
+        addresses = [matrix.data_ptr() for matrix in self.matrices]
+        self.table = torch.tensor(addresses, device=self.matrices[0].device)
+        sizes = [matrix.nbytes for matrix in self.matrices]
+        self.is_aligned = not any(n % ALIGNMENT for n in (*addresses, *sizes))
+
+    def unbind(self) -> list[torch.Tensor]:
+        """Return the matrices."""
+        return self.matrices
+
+
+def stays(matrix: torch.Tensor, shape: tuple[int, int]) -> bool:
+    """Say whether a stored tensor can be one of `ScatteredMatrices`, with the bits that a copy in a
+    stack would give.
+    """
+    return (
+        matrix.shape == shape
+        and matrix.dtype == torch.float32
+        and matrix.is_contiguous()
+        and not matrix.data_ptr() % ALIGNMENT
+    )
+
+
 class _MatrixSlice:
     """Some matrices of `ScatteredRows`, for the torch path: read and written as whole tensors."""
 

@@ -27,8 +27,10 @@ from .multi_tensor import (
 tl = None  # Triton's language, put here by jit
 
 # Elements that decay, and towards what: all, towards 0; those whose update has not the opposite
-# sign; all, towards initial weights
-ALL, CAUTIOUS, TO_INITIAL = 0, 1, 2
+# sign; all, towards initial weights. BY_FACTORS: factors of W and O come from the owner
+ALL, CAUTIOUS, TO_INITIAL, BY_FACTORS = 0, 1, 2, 3
+# Factors of O from the owner: none, one for each rectangle, one for each row
+NO_FACTORS, OF_MATRICES, OF_ROWS = 0, 1, 2
 RATE = 6  # element of a group's numbers with the rate of decay, see `rules.rule.device_scalars`
 
 
@@ -37,7 +39,8 @@ class WeightUpdate:
     lr weight_decay, or another one of rules/decay.py.
 
     CAUTIOUS: elements with O W < 0 do not decay. TO_INITIAL: W <- W - rate (W - W0) - (lr scale) O.
-    With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with `update_momentum`. W: weight,
+    With `factors` bound, lr scale is multiplied by one for each row or rectangle. BY_FACTORS: W <-
+    keep W - factor O. With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with `update_momentum`. W: weight,
     O: orthogonalized update, M: momentum, G: gradient, W0: initial weight.
     """
 
@@ -54,6 +57,8 @@ class WeightUpdate:
         decay: int = ALL,
         initial: Sequence[torch.Tensor] = (),
         sums: bool = False,
+        factors: Sequence[torch.Tensor] = (),
+        keeps: Sequence[torch.Tensor] = (),
     ):
         """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
 
@@ -62,13 +67,20 @@ class WeightUpdate:
         gradients may each be fp32, bf16 or fp16. Rectangles of `skip` keep W and M. `groups`:
         number of the parameter group of each rectangle; None: group 0. `decay`: ALL, CAUTIOUS or
         TO_INITIAL. `initial`: W0 with TO_INITIAL, of equal shapes. `sums`: M is a sum, as in
-        `Pack`.
+        `Pack`. `factors` of O: (rows, 1) or (1, 1) for each rectangle, all of a kind, contiguous,
+        fp32, at fixed addresses. `keeps`: factors of W likewise, (1, 1): then `decay` has no
+        effect.
         """
         self.W = list(W)
         self.O = list(O)
         self.M = M
         self.sources = sources
-        self.decay = decay
+        self.decay = BY_FACTORS if keeps else decay
+        self.factors = list(factors)
+        self.keeps = list(keeps)
+        self.factors_of = NO_FACTORS
+        if factors:
+            self.factors_of = OF_ROWS if any(len(t) > 1 for t in factors) else OF_MATRICES
         self.sums = sums
         self.initial = list(initial)
         self.scales = torch.tensor(
@@ -77,7 +89,9 @@ class WeightUpdate:
         self.launches = None
         if W and use_triton(W[0].device):
             lists = [W, O, *([] if M is None else [M]), *([initial] if initial else [])]
-            self.launches = bind(lists) if M is None else bind(lists, sources, gradients)
+            keep_rows = self.factors_of == OF_ROWS
+            places = () if M is None else (sources, gradients)
+            self.launches = bind(lists, *places, keep_rows=keep_rows)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.W)]
@@ -85,6 +99,13 @@ class WeightUpdate:
         # Scale of each record, for each launch
         self.scales_of = [
             self.scales[launch.origins.to(self.scales.device)] for launch in self.launches or ()
+        ]
+        # Addresses of the factors of O and W of each record, for each launch
+        pairs = [[t.data_ptr() for t in pair] for pair in zip(factors, keeps or factors)]
+        addresses = torch.tensor(pairs, dtype=torch.int64, device="cpu")
+        self.sent_of = [
+            addresses[launch.origins].to(launch.records.device) if factors else launch.records
+            for launch in self.launches or ()
         ]
 
     def __call__(
@@ -116,14 +137,17 @@ class WeightUpdate:
                 self.skip,
                 self.decay,
                 self.initial,
+                self.factors,
+                self.keeps,
             )
-        for launch, scales, (flags, places, skips), (groups, grouped) in zip(
-            self.launches, self.scales_of, self.skips, self.groups
+        for launch, scales, sent, (flags, places, skips), (groups, grouped) in zip(
+            self.launches, self.scales_of, self.sent_of, self.skips, self.groups
         ):
             run(
                 _update_kernel,
                 launch,
                 scales,
+                sent,
                 factors,
                 addresses,
                 weight,
@@ -136,6 +160,7 @@ class WeightUpdate:
                 GROUPED=grouped,
                 DECAY=self.decay,
                 SUMS=self.sums,
+                FACTORS=self.factors_of,
             )
 
     def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
@@ -159,6 +184,8 @@ def weight_update_torch(
     skip: Skip | None = None,
     decay: int = ALL,
     initial: Sequence[torch.Tensor] = (),
+    factors_of_O: Sequence[torch.Tensor] = (),
+    keeps: Sequence[torch.Tensor] = (),
 ) -> None:
     """Compute the weights of `WeightUpdate` in torch, by rectangle, with the bits of the kernel.
 
@@ -166,13 +193,18 @@ def weight_update_torch(
     """
     for i, (w, o, scale, at) in enumerate(zip(W, O, scales, group_offsets)):
         wide = w.float()
-        if decay == ALL:
+        factor = scale * factors[at]
+        if factors_of_O:
+            factor = factors_of_O[i] if keeps else factor * factors_of_O[i]
+        if decay == BY_FACTORS:
+            new = wide.mul(keeps[i])
+        elif decay == ALL:
             new = wide.mul(factors[at + 1])
         elif decay == CAUTIOUS:
             new = torch.where(is_opposite(wide, o), wide, wide * factors[at + 1])
         else:
             new = wide - (wide - initial[i].float()) * factors[at + RATE]
-        new.sub_(o.float().mul(scale * factors[at]))
+        new.sub_(o.float().mul(factor))
         w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
 
 
@@ -186,6 +218,7 @@ def _update_kernel(
     records,
     blocks,
     scales,
+    sent,
     factors,
     addresses,
     weight,
@@ -198,6 +231,7 @@ def _update_kernel(
     GROUPED: tl.constexpr,
     DECAY: tl.constexpr,
     SUMS: tl.constexpr,
+    FACTORS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -210,15 +244,22 @@ def _update_kernel(
     """Compute `WeightUpdate` for a block of elements. Lists of the table: W, O; with MOMENTA also
     M; with DECAY TO_INITIAL also W0; with MOMENTA also G.
 
-    `scales`: scale of each record. SUMS: M is a sum. `update_momentum`: 0 leaves M alone. `flags`,
+    `scales`: scale of each record. `sent`: addresses of the factors of O and of W of each record
+    (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS: M is a sum. `update_momentum`: 0 leaves M alone. `flags`,
     `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED
     only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
-    factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * tl.load(
-        factors + group
-    )
+    number = tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)
+    factor = tl.load(scales + number) * tl.load(factors + group)
+    if FACTORS != 0:
+        factor_at = tl.load(sent + 2 * number).to(tl.pointer_type(tl.float32))
+        if FACTORS == 2 and ACCESS != 2:  # OF_ROWS, of several rows
+            sent_factor = tl.load(factor_at + row, mask=row < tl.load(record), other=0.0)
+        else:
+            sent_factor = tl.load(factor_at)
+        factor = sent_factor if DECAY == 3 else factor * sent_factor
     if SKIPS:
         inside = unskipped(inside, blocks, flags, places)
     w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
@@ -240,7 +281,10 @@ def _update_kernel(
         else:
             m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
         tl.store(m_at, m.to(TYPE_2), mask=written)
-    if DECAY == 0:  # ALL
+    if DECAY == 3:  # BY_FACTORS
+        keep = tl.load(tl.load(sent + 2 * number + 1).to(tl.pointer_type(tl.float32)))
+        new = w * keep - o * factor
+    elif DECAY == 0:  # ALL
         new = w * tl.load(factors + group + 1) - o * factor
     elif DECAY == 1:  # CAUTIOUS
         opposite = ((w > 0) & (o < 0)) | ((w < 0) & (o > 0))
