@@ -8,8 +8,9 @@ row (state `second_moment`):
     O <- N ||O|| / ||N||              Frobenius norms of the whole matrix
 
 The last line is the norm-preserving form of the authors' code. Because of the norms the
-normalization runs on whole matrices, at the owner, right after Newton-Schulz. V needs no bias
-correction: a factor common to all rows cancels in the ratio of norms.
+normalization runs on whole matrices, at the owner, right after Newton-Schulz. O is only read there:
+the owner sends a factor for each row, and the weight update multiplies. V needs no bias correction:
+a factor common to all rows cancels in the ratio of norms.
 """
 
 from __future__ import annotations
@@ -40,14 +41,17 @@ class NorMuonRule(Rule):
     name = "normuon"
     state = (State("second_moment", per="row"),)
     options = {"beta2": 0.95}
+    sends = {"factor": "row"}
     fused = True
+    write_factors = ("factor",)
     takes_scattered_rows = True
 
     def after(self, O: torch.Tensor | ScatteredRows, units: Units) -> torch.Tensor | ScatteredRows:
-        """Normalize the rows of O (N, R, C) in place, and update V. A matrix of zeros stays
-        zero.
+        """Update V, and send the factors that normalize the rows of O (N, R, C) to the weight
+        update. A matrix of zeros stays zero.
         """
-        normalize(O, units.state["second_moment"], units.scalars, EPS, units.groups)
+        V, factors = units.state["second_moment"], units.sent["factor"]
+        normalize(O, V, units.scalars, EPS, units.groups, factors)
         return O
 
 
