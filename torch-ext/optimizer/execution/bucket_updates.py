@@ -32,6 +32,7 @@ from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack
 from ..kernels.elementwise.multi_tensor import NUMBERS
+from ..kernels.elementwise.row_scattered import ScatteredMatrices, stays
 from ..kernels.elementwise.weight_update import TO_INITIAL, WeightUpdate
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
@@ -278,15 +279,38 @@ class LocalUpdate(BoundUpdate):
     def __init__(self, inputs: BucketInputs) -> None:
         super().__init__(inputs)
         stored = self._stored()
-        state = self._stored_state()
         self.stacks = self._make_stacks()
-        whole = self.stacks.input_view
+        in_place = self._leave_in_place()
+        state = [p for p in self._stored_state() if p not in in_place]
+        whole = {p: view for p, view in self.stacks.input_view.items() if p not in in_place}
         self.pack_all = self._bind_pack(stored, whole)
-        # Rules take the state of a stack as one tensor
+        # Other state of a stack, and weights, are one tensor for the rule
         self.load = self._bind_loads(state, whole)
         self.save = self._bind_saves(state, whole)
         self.iterate = self._bind_iteration(self.stacks)
         self.update_all = self._bind_weight_update(stored, whole)
+
+    def _leave_in_place(self) -> set[Piece]:
+        """Have the kernels of a fused rule read weights, and step state of each element, where both
+        are stored; return the pieces. A stack is left in place as a whole.
+
+        State that non-finite gradients may have to leave as it was is copied, see `Store.skip`.
+        """
+        rule = self.rule
+        of_elements = [state.key for state in rule.state if state.per == "element"]
+        kinds = of_elements if rule.fused and self.store.flags is None else []
+        kinds = [*kinds, "weight"] if rule.fused and rule.reads_weight else kinds
+        piece_of = {(p.matrix, p.kind): p for p in self.rank_plan.stored}
+        found = set()
+        for wide, matrices in zip(self.stacks.wide, self.stacks.matrices):
+            for kind in kinds:
+                pieces = [piece_of[matrix, kind] for matrix in matrices]
+                views = self.store.weights if kind == "weight" else self.store.states
+                stored = views(pieces)
+                if all(stays(t, (m.rows, m.cols)) for t, m in zip(stored, matrices)):
+                    wide[kind] = ScatteredMatrices(stored)
+                    found.update(pieces)
+        return found
 
     @property
     def update_momentum_early(self) -> bool:

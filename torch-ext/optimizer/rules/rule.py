@@ -151,7 +151,8 @@ class Rule:
     # of a sum depends on the shape.
     batched: ClassVar[bool] = False
     # Of built-in rules with kernels: `before` and `after` work in place on stacks as they lie in
-    # the workspace, in wire_dtype, and read `Units.scalars` and `Units.groups`
+    # the workspace, in wire_dtype, and read `Units.scalars` and `Units.groups`. Weights and state
+    # per element are stacks, or `ScatteredMatrices` where a rank stores whole matrices
     fused: ClassVar[bool] = False
     # Of a fused rule: names in `sends` that the kernel of the weight update reads. (f,), numbers per
     # row or matrix: factors of O beside lr and scale. (f, k), per matrix: W <- W k - O f
