@@ -301,7 +301,8 @@ def norms_of_rules(arch: str):
         (norms._norms_kernel, dict(squares="*fp32")), (norms._scale_kernel, whole | dict(rows="*fp32")),
         (norms._scale_kernel, whole | dict(columns="*fp32")), (norms._scale_kernel, whole | table | dict(rows="*fp32")),
         (norms._roots_kernel, {}), (norms._roots_kernel, dict(root=None)), (norms._products_kernel, {}),
-        (norms._products_kernel, dict(W="*i64", TABLE=True)), (norms._element_moments_kernel, moments),
+        (norms._products_kernel, dict(W="*i64", TABLE=True)), (norms._products_kernel, dict(W="*bf16")),
+        (norms._element_moments_kernel, moments),
         (norms._element_moments_kernel, moments | dict(V="*i64", TABLE=True)),
         (norms._sphere_kernel, dict(numbers="*fp32")), (norms._sphere_kernel, dict(numbers="*fp32", groups="*i64")),
     ]

@@ -44,7 +44,14 @@ from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
 from ..rules.muon import is_sum
 from ..rules.phases import AnyWeightUpdate, PackByRule, Phases
-from ..rules.rule import MuonConstants, host_constants, momentum_key, reads_gradients, rule_of
+from ..rules.rule import (
+    MuonConstants,
+    host_constants,
+    momentum_key,
+    reads_gradients,
+    rule_of,
+    weight_dtype,
+)
 from .cuda_graphs import Graphs
 from .param_store import Store
 from .workspace import Stacks, copy_unless_in_place
@@ -94,6 +101,7 @@ class BoundUpdate(BucketUpdate):
             self.rule = rule_of(inputs.group)
             self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
             self.reads_gradients = reads_gradients(self.rule)
+            self.weight_dtype = weight_dtype(self.rule, inputs.options.wire_dtype)
 
     # Binding
 
@@ -187,9 +195,9 @@ class BoundUpdate(BucketUpdate):
     def _make_stacks(self, read_from: Views | None = None, write_to: Views | None = None) -> Stacks:
         """The stacks of the bucket's owned matrices; arguments as in `Stacks`."""
         rule = self.rule
-        wide = {state.key: state.per for state in rule.state}
-        wide |= {"weight": "element"} if rule.reads_weight else {}
-        wide |= {sent_kind(name): per for name, per in rule.sends.items()}
+        wide = {state.key: (state.per, torch.float32) for state in rule.state}
+        wide |= {"weight": ("element", self.weight_dtype)} if rule.reads_weight else {}
+        wide |= {sent_kind(name): (per, torch.float32) for name, per in rule.sends.items()}
         dtype = self.options.wire_dtype
         return Stacks(self.rank_plan, self.memory, dtype, wide, read_from, write_to)
 
@@ -383,9 +391,10 @@ class OwnerUpdate(BoundUpdate):
         ("return"). See [Note: buffer reuse of the return all-to-all] in rank_plan.py.
         """
         arguments = self.rank_plan, self.process_group, self.memory
+        weights = getattr(self, "weight_dtype", torch.float32)  # AdamW's never leave
         in_dtype = in_dtype or self.options.wire_dtype
         out_dtype = out_dtype or self.options.wire_dtype
-        self.to_owner = AllToAllBuffers(*arguments, "inbound", ("leave", "arrive"), in_dtype)
+        self.to_owner = AllToAllBuffers(*arguments, "inbound", ("leave", "arrive"), in_dtype, weights)
         self.to_shards = AllToAllBuffers(*arguments, "outbound", ("arrive", "return"), out_dtype)
 
 

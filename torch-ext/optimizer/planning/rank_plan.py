@@ -259,7 +259,7 @@ def _wide_pieces(
         p for key, of_key in state_layouts.items() for p in _pieces_at(bucket, rank, of_key, key)
     ]
     weights = []
-    if inputs.reads_weight:
+    if inputs.weight:
         weights = [replace(p, kind="weight") for p in of_matrices if p.is_source]
     if bucket.route in OWNER_STATE_ROUTES:
         # The owner stores state, and every rank all weights: both are in no all-to-all

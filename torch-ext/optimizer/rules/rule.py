@@ -144,7 +144,7 @@ class Rule:
     # Numbers that `after` sends to `write`: name -> "row", "column" or "matrix"
     sends: ClassVar[dict[str, str]] = {}
     # Whether `before` and `after` read the whole weight: sent to the owner in fp32, 4 bytes per
-    # element
+    # element; of a fused rule as in `weight_dtype`
     reads_weight: ClassVar[bool] = False
     # Whether `before` and `after` give a matrix equal bits whatever the other matrices of the call:
     # then N is any number, else 1. Elementwise operations do; torch's sums do not, since the order
@@ -204,6 +204,14 @@ class Rule:
 def overrides(rule: Rule, method: str) -> bool:
     """Whether the class of `rule` has a method of its own."""
     return getattr(type(rule), method) is not getattr(Rule, method)
+
+
+def weight_dtype(rule: Rule, wire_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of weights that a rule reads at the owner. Kernels of fused rules take norms
+    of weights, for which bf16 is enough: rounding to nearest leaves a sum of squares as it was, up
+    to a part of 1e-6. fp16 has too narrow a range.
+    """
+    return torch.bfloat16 if rule.fused and wire_dtype == torch.bfloat16 else torch.float32
 
 
 def writes_weights(rule: Rule) -> bool:

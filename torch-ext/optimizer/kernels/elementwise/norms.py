@@ -19,12 +19,19 @@ import torch
 
 from ..backend import cpu_slices, use_triton
 from ..launch.jit import jit, launch_key
-from .row_scattered import ScatteredMatrices, ScatteredRows, memory_of, rows_at, strides_of
+from .row_scattered import (
+    VECTOR,
+    ScatteredMatrices,
+    ScatteredRows,
+    memory_of,
+    rows_at,
+    strides_of,
+)
 
 tl = None  # Triton's language, put here by jit
 
 Groups = torch.Tensor | None  # (N,) int64: first element of the numbers of each matrix; None: 0
-Wide = torch.Tensor | ScatteredMatrices  # (N, R, C) in fp32
+Wide = torch.Tensor | ScatteredMatrices  # (N, R, C) in fp32, or weights in bf16
 
 BETA2 = 2  # index of beta2 among the numbers of a parameter group; 1 - beta2 is the next
 TILE = 4096  # elements that a program reads at a time
@@ -180,8 +187,8 @@ def keep_norms(
     """Write the factors of W and O of a step on the sphere of matrices with the norm of W:
     W <- keep W - step O.
 
-    With D = W - lr r O / ||O||: keep = r / ||D||, step = keep lr r / ||O||. W (N, R, C) in fp32, O
-    (N, R, C) in fp32, bf16 or fp16; keep, step (N, 1, 1) in fp32; `radius` (N, R, 1) in fp32: r,
+    With D = W - lr r O / ||O||: keep = r / ||D||, step = keep lr r / ||O||. O (N, R, C) in fp32,
+    bf16 or fp16; W (N, R, C) in fp32 or bf16, rounded to bf16 if O is bf16; keep, step (N, 1, 1) in fp32; `radius` (N, R, 1) in fp32: r,
     repeated for each row, written as ||W|| where 0. All contiguous. lr is the first of `numbers`,
     `groups` as for `normalize`. Factors are 0 instead of infinite.
 
@@ -309,12 +316,12 @@ def _key(X: torch.Tensor | ScatteredRows, *others: torch.Tensor | None) -> tuple
 
 def _wide(X: Wide) -> tuple[torch.Tensor, bool, bool]:
     """Return what a kernel gets for whole matrices: (stack or table of addresses, whether it is a
-    table, whether every matrix begins at a multiple of ALIGNMENT).
+    table, whether every matrix begins at a multiple of ALIGNMENT, also in 16 bits).
     """
     if isinstance(X, ScatteredMatrices):
         return X.table, True, X.is_aligned
     assert X.is_contiguous()
-    return X, False, not (X.data_ptr() % ALIGNMENT or X[0].nbytes % ALIGNMENT)
+    return X, False, not (X.data_ptr() % ALIGNMENT or X[0].numel() % VECTOR)
 
 
 def _launch_rows(
@@ -441,7 +448,7 @@ def _keep_norms_torch(
     """Compute `keep_norms` in torch, matrix by matrix."""
     for i, (w, o) in enumerate(zip(W.unbind(), O.unbind())):
         lr = _number(numbers, 0, groups, i)
-        o = o.float()
+        w, o = (w.to(o.dtype) if o.dtype == torch.bfloat16 else w).float(), o.float()
         r, size = radius[i, 0, 0], o.square().sum(1).sum().sqrt()
         r = torch.where(r > 0, r, w.square().sum(1).sum().sqrt())
         radius[i] = r
@@ -494,7 +501,7 @@ def _places(start, column, strides):
 
 @jit
 def _matrix(X, matrix, size, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the pointer to the first element of a matrix in fp32. `X`: stack of matrices of `size`
+    """Return the pointer to the first element of a matrix, in fp32 if by address. `X`: stack of matrices of `size`
     elements, or with TABLE their addresses (N,).
     """
     if TABLE:
@@ -752,6 +759,9 @@ def _products_kernel(
     place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = place < size
     w = tl.load(_matrix(W, matrix, size, TABLE, ALIGNED) + place, mask=inside, other=0.0)
+    if O.dtype.element_ty == tl.bfloat16:
+        w = w.to(tl.bfloat16)
+    w = w.to(tl.float32)
     o = tl.load(O + matrix * size + place, mask=inside, other=0.0).to(tl.float32)
     at = sums + matrix * 3 * tiles + tile
     tl.store(at, tl.sum(w * w))
