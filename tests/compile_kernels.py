@@ -280,7 +280,8 @@ def others(arch: str, shared: int):
 
 def norms_of_rules(arch: str):
     """Compile the kernels of the rules by name as they are launched, and once for sizes of 1."""
-    norms, nothing = part("kernels.elementwise.norms"), dict.fromkeys(
+    norms, update = part("kernels.elementwise.norms"), part("kernels.elementwise.weight_update")
+    nothing = dict.fromkeys(
         ("columns", "rows", "V", "squares", "numbers", "groups", "v_strides", "eps"))
     sizes = dict.fromkeys(("R", "C", "parts", "lines", "count", "size", "tiles"), "i32")
     given = dict(sizes, **nothing, X="*bf16", O="*bf16", W="*fp32", strides=ROW_MAJOR, ALIGNED=True, TABLE=False,
@@ -300,11 +301,11 @@ def norms_of_rules(arch: str):
         (norms._columns_kernel, dict(BLOCK=256) | eps), (norms._columns_kernel, dict(BLOCK=256) | moments),
         (norms._norms_kernel, dict(squares="*fp32")), (norms._scale_kernel, whole | dict(rows="*fp32")),
         (norms._scale_kernel, whole | dict(columns="*fp32")), (norms._scale_kernel, whole | table | dict(rows="*fp32")),
-        (norms._roots_kernel, {}), (norms._roots_kernel, dict(root=None)), (norms._products_kernel, {}),
-        (norms._products_kernel, dict(W="*i64", TABLE=True)), (norms._products_kernel, dict(W="*bf16")),
+        (norms._roots_kernel, {}), (norms._roots_kernel, dict(root=None)), (update._products_kernel, {}),
+        (update._products_kernel, dict(W="*i64", TABLE=True)), (update._products_kernel, dict(W="*bf16")),
         (norms._element_moments_kernel, moments),
         (norms._element_moments_kernel, moments | dict(V="*i64", TABLE=True)),
-        (norms._sphere_kernel, dict(numbers="*fp32")), (norms._sphere_kernel, dict(numbers="*fp32", groups="*i64")),
+        (update._sphere_kernel, dict(numbers="*fp32")), (update._sphere_kernel, dict(numbers="*fp32", groups="*i64")),
     ]
     for kernel, more in uses:
         yield compile_for(arch, kernel, given | more, num_warps=8, enable_fp_fusion=False)

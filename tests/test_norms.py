@@ -24,6 +24,15 @@ def norms(part, path, monkeypatch):
     return module
 
 
+@pytest.fixture
+def keep_norms(norms, part, monkeypatch):
+    """The function, on short blocks as well."""
+    module = part("kernels.elementwise.weight_update")
+    for name in ("TILE", "BLOCK"):
+        monkeypatch.setattr(module, name, getattr(norms, name))
+    return module.keep_norms
+
+
 def close(ours, expected, dtype=torch.float32):
     torch.testing.assert_close(ours.double(), expected, rtol=torch.finfo(dtype).eps + 3e-6, atol=1e-7)
 
@@ -67,7 +76,7 @@ def numbers_of(part, N, device):
     numbers = torch.full((2, count), math.nan)
     numbers[:, 0], numbers[:, 2], numbers[:, 3] = torch.tensor(lrs), torch.tensor(betas), 1 - torch.tensor(betas)
     of = [i % 2 for i in range(N)]
-    lr, beta = (torch.tensor([x[g] for g in of], dtype=torch.float64, device=device).view(N, 1, 1) for x in (lrs, betas))
+    lr, beta = (torch.tensor([x[g] for g in of], dtype=torch.float64).view(N, 1, 1).to(device) for x in (lrs, betas))
     return numbers.flatten().to(device), torch.tensor([count * g for g in of], device=device), lr, beta
 
 
@@ -75,7 +84,7 @@ def numbers_of(part, N, device):
 @every_shape
 @every_dtype
 @pytest.mark.parametrize("apart", [False, True])
-def test_factors_that_keep_norms(norms, part, device, shape, dtype, apart):
+def test_factors_that_keep_norms(keep_norms, part, device, shape, dtype, apart):
     """Of weights in a stack, and where they are stored: equal bits, in any stack."""
     N, R, C = shape
     W, O = torch.randn(shape, device=device), torch.randn(shape, device=device).to(dtype)
@@ -89,24 +98,24 @@ def test_factors_that_keep_norms(norms, part, device, shape, dtype, apart):
     keep, step = (torch.full((N, 1, 1), math.nan, device=device) for _ in "12")
     separate = [(W[i:i + 1].clone(), O[i:i + 1].clone(), radius[i:i + 1].clone()) for i in range(N)]
     stored = part("kernels.elementwise.row_scattered").ScatteredMatrices([w.clone() for w in W]) if apart else W
-    norms.keep_norms(stored, O, radius, keep, step, numbers, groups)
+    keep_norms(stored, O, radius, keep, step, numbers, groups)
     torch.testing.assert_close(keep.double(), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(step.double(), expected * length, rtol=1e-5, atol=0)
     close(radius, r.expand(-1, R, 1))
     for i, (w, o, own) in enumerate(separate):
         k, s = keep[i:i + 1] * 0, step[i:i + 1] * 0
-        norms.keep_norms(w, o, own, k, s, numbers, groups[i:i + 1].clone())
+        keep_norms(w, o, own, k, s, numbers, groups[i:i + 1].clone())
         assert torch.equal(k, keep[i:i + 1]) and torch.equal(s, step[i:i + 1]) and torch.equal(own, radius[i:i + 1])
 
 
-def test_a_weight_is_read_in_the_dtype_of_bf16_updates(norms, path, device):
+def test_a_weight_is_read_in_the_dtype_of_bf16_updates(keep_norms, path, device):
     if INTERPRETED and path == "triton":
         pytest.skip("the interpreter rounds to bf16 towards zero")
     W, O = torch.randn(1, 40, 24, device=device), torch.randn(1, 40, 24, device=device).bfloat16()
     found = []
     for weight in (W, W.bfloat16().float()):
         one = [torch.zeros(1, n, 1, device=device) for n in (40, 1, 1)]
-        norms.keep_norms(weight, O, *one, torch.tensor([0.1], device=device))
+        keep_norms(weight, O, *one, torch.tensor([0.1], device=device))
         found.append(one)
     assert all(map(torch.equal, *found)) and found[0][1] > 0
 
@@ -191,7 +200,7 @@ def test_elements_are_divided_by_their_moments(norms, part, device, shape, dtype
         assert torch.equal(o, O[i:i + 1]) and torch.equal(v, V[i:i + 1])
 
 
-def test_zeros_stay_zero(norms, device):
+def test_zeros_stay_zero(norms, keep_norms, device):
     O, V = torch.zeros(2, 5, 6, device=device), torch.zeros(2, 5, 6, device=device)
     numbers = torch.tensor([0.0, 0.0, 0.9, 0.1], device=device)
     norms.divide_by_moments(O, V, numbers, 1e-8)
@@ -200,7 +209,7 @@ def test_zeros_stay_zero(norms, device):
     assert not O.any() and not V.any()
     sent = [torch.full((2, n, 1), math.nan, device=device) for n in (5, 1, 1)]
     sent[0].zero_()
-    norms.keep_norms(V, O, *sent, numbers)
+    keep_norms(V, O, *sent, numbers)
     assert not any(t.any() for t in sent)
     for shape in [(0, 3, 4), (2, 0, 4), (2, 3, 0)]:
         X = torch.zeros(shape, device=device)
@@ -209,15 +218,15 @@ def test_zeros_stay_zero(norms, device):
         norms.divide_by_moments(X, X.clone(), torch.zeros(8, device=device), 1e-8)
         norms.normalize_columns(X, X[:, :1], torch.zeros(8, device=device), 1e-8)
         norms.equalize(X, ("row", "column"), 1e-7)
-        norms.keep_norms(X, X, X[:, :, :1], X, X, torch.zeros(8, device=device))
+        keep_norms(X, X, X[:, :, :1], X, X, torch.zeros(8, device=device))
 
 
-def test_nan_stays_in_its_matrix(norms, device):
+def test_nan_stays_in_its_matrix(norms, keep_norms, device):
     W, O = torch.randn(2, 6, 10, device=device), torch.randn(2, 6, 10, device=device)
     O[1, 2, 3] = math.nan
     numbers, sent = torch.tensor([0.1, 0.0, 0.9, 0.1], device=device), torch.zeros(2, 2, 1, 1, device=device)
     V, columns, radius = torch.rand_like(W), torch.rand(2, 1, 10, device=device), torch.zeros(2, 6, 1, device=device)
-    norms.keep_norms(W, O, radius, *sent, numbers)
+    keep_norms(W, O, radius, *sent, numbers)
     norms.divide_by_moments(O, V, numbers, 1e-8)
     norms.normalize_columns(O, columns, numbers, 1e-8)
     norms.equalize(O, ("column", "row"), 1e-7)

@@ -120,7 +120,8 @@ def test_factors_of_rows_give_equal_bits_however_a_matrix_is_cut(update, device,
             [(slice(0, R), slice(a, b)) for a, b in ((0, 7), (7, 40), (40, C))]]
     for pieces in cuts:
         w = W.clone()
-        update.WeightUpdate([w[piece] for piece in pieces], [O[piece].clone() for piece in pieces], [0.37] * len(pieces),
-                            factors=[rows[piece[0]].clone() for piece in pieces])(factors_of(0.013, 0.1, device))
+        o, own = [O[piece].clone() for piece in pieces], [rows[piece[0]].clone() for piece in pieces]
+        update.WeightUpdate([w[piece] for piece in pieces], o, [0.37] * len(o), factors=own)(
+            factors_of(0.013, 0.1, device))
         results.append(w)
     assert all(torch.equal(w, results[0]) for w in results) and not torch.equal(results[0], W)

@@ -394,7 +394,9 @@ class OwnerUpdate(BoundUpdate):
         weights = getattr(self, "weight_dtype", torch.float32)  # AdamW's never leave
         in_dtype = in_dtype or self.options.wire_dtype
         out_dtype = out_dtype or self.options.wire_dtype
-        self.to_owner = AllToAllBuffers(*arguments, "inbound", ("leave", "arrive"), in_dtype, weights)
+        self.to_owner = AllToAllBuffers(
+            *arguments, "inbound", ("leave", "arrive"), in_dtype, weights
+        )
         self.to_shards = AllToAllBuffers(*arguments, "outbound", ("arrive", "return"), out_dtype)
 
 

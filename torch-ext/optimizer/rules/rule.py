@@ -154,8 +154,8 @@ class Rule:
     # the workspace, in wire_dtype, and read `Units.scalars` and `Units.groups`. Weights and state
     # per element are stacks, or `ScatteredMatrices` where a rank stores whole matrices
     fused: ClassVar[bool] = False
-    # Of a fused rule: names in `sends` that the kernel of the weight update reads. (f,), numbers per
-    # row or matrix: factors of O beside lr and scale. (f, k), per matrix: W <- W k - O f
+    # Of a fused rule: names in `sends` that the kernel of the weight update reads. (f,), per row or
+    # matrix: factors of O beside lr and scale. (f, k), per matrix: W <- W k - O f
     write_factors: ClassVar[tuple[str, ...]] = ()
     # Whether a fused rule also takes stacks of scattered rows, see [Note: direct matrices]
     takes_scattered_rows: ClassVar[bool] = False

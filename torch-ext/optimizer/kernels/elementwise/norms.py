@@ -1,9 +1,8 @@
 """Norms of rows, columns, elements and whole matrices of a stack (N, R, C), for the update rules.
 
 `normalize` and `normalize_columns`: NorMuon (arXiv 2510.05491). `divide_by_moments`: AdaMuon (arXiv
-2507.11005). `equalize`: Muon+ (arXiv 2602.21545) and MuonEq (arXiv 2603.28254). `keep_norms`:
-Hyperball (arXiv 2606.16899). A factor of rows or matrices can be left to the weight update: then
-O is not written again.
+2507.11005). `equalize`: Muon+ (arXiv 2602.21545) and MuonEq (arXiv 2603.28254). A factor of rows or
+matrices can be left to the weight update: then O is not written again.
 
 Arithmetic is in fp32. The order of a sum depends on R, C and strides, so the bits of a matrix do
 not depend on N, on the other matrices, or on where the matrix lies. Columns are added in two
@@ -20,10 +19,12 @@ import torch
 from ..backend import cpu_slices, use_triton
 from ..launch.jit import jit, launch_key
 from .row_scattered import (
-    VECTOR,
+    ALIGNMENT,
     ScatteredMatrices,
     ScatteredRows,
+    matrix_at,
     memory_of,
+    memory_of_matrices,
     rows_at,
     strides_of,
 )
@@ -31,7 +32,6 @@ from .row_scattered import (
 tl = None  # Triton's language, put here by jit
 
 Groups = torch.Tensor | None  # (N,) int64: first element of the numbers of each matrix; None: 0
-Wide = torch.Tensor | ScatteredMatrices  # (N, R, C) in fp32, or weights in bf16
 
 BETA2 = 2  # index of beta2 among the numbers of a parameter group; 1 - beta2 is the next
 TILE = 4096  # elements that a program reads at a time
@@ -39,7 +39,6 @@ WIDTH = 256  # most columns of a tile that goes down columns
 STEPS = 8  # tiles below each other whose squares a program adds, column by column
 LONGEST = 8192  # most elements of a row that a program reads at a time
 BLOCK = 1024  # sums that a program reads at a time
-ALIGNMENT = 16  # bytes: the widest access of a thread
 # Products and sums are rounded separately, as in torch
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
@@ -66,10 +65,10 @@ def normalize(
     if O.numel() == 0:
         return
     N, R, C = O.shape
-    rows = _new(V, N, R, 1) if factors is None else factors
+    rows = new(V, N, R, 1) if factors is None else factors
     numbers = _numbers(numbers, V.device)
     if use_triton(O.device):
-        squares = _new(V, N, R)
+        squares = new(V, N, R)
         _launch_rows(O, rows, eps, None, (V, squares, numbers, groups))
         _launch_norms(squares, rows, R)
     else:
@@ -92,9 +91,9 @@ def normalize_columns(
     if O.numel() == 0:
         return
     N, _, C = O.shape
-    columns, numbers = _new(V, N, 1, C), _numbers(numbers, V.device)
+    columns, numbers = new(V, N, 1, C), _numbers(numbers, V.device)
     if use_triton(O.device):
-        squares = _new(V, N, C)
+        squares = new(V, N, C)
         _launch_columns(O, columns, eps, None, (V, squares, numbers, groups))
         _launch_norms(squares, columns, C)
     else:
@@ -104,7 +103,7 @@ def normalize_columns(
 
 def divide_by_moments(
     O: torch.Tensor,
-    V: Wide,
+    V: torch.Tensor | ScatteredMatrices,
     numbers: torch.Tensor,
     eps: float,
     groups: Groups = None,
@@ -124,8 +123,8 @@ def divide_by_moments(
     found = torch.empty((N, 1, 1), device=O.device) if factors is None else factors
     if use_triton(O.device):
         size, tiles = R * C, -(-R * C // TILE)
-        sums = _new(found, N, tiles)
-        memory, table, aligned = _wide(V)
+        sums = new(found, N, tiles)
+        memory, table, aligned = memory_of_matrices(V)
         key = TILE, table, aligned, groups is None, launch_key(O, memory)
         arguments = O, memory, sums, size, tiles, numbers, groups, float(eps), table, aligned, TILE
         _element_moments_kernel.launch(N * tiles, key, *arguments, **OPTIONS)
@@ -133,7 +132,7 @@ def divide_by_moments(
         _roots_kernel.launch(N, key, sums, found, tiles, math.sqrt(size), BLOCK, **OPTIONS)
     else:
         for i, (o, v) in enumerate(zip(O.unbind(), V.unbind())):
-            beta2, rest = (_number(numbers, at, groups, i) for at in (BETA2, BETA2 + 1))
+            beta2, rest = (number_of(numbers, at, groups, i) for at in (BETA2, BETA2 + 1))
             wide = o.float()
             v.mul_(beta2).add_(wide.square().mul(rest))
             a = torch.where(v == 0, 0.0, wide / v.sqrt().add_(eps))
@@ -173,42 +172,6 @@ def equalize(
             return _divide_rows(X, columns, eps)
         rows = None
     scale(X, rows, columns)
-
-
-def keep_norms(
-    W: Wide,
-    O: torch.Tensor,
-    radius: torch.Tensor,
-    keep: torch.Tensor,
-    step: torch.Tensor,
-    numbers: torch.Tensor,
-    groups: Groups = None,
-) -> None:
-    """Write the factors of W and O of a step on the sphere of matrices with the norm of W:
-    W <- keep W - step O.
-
-    With D = W - lr r O / ||O||: keep = r / ||D||, step = keep lr r / ||O||. O (N, R, C) in fp32,
-    bf16 or fp16; W (N, R, C) in fp32 or bf16, rounded to bf16 if O is bf16; keep, step (N, 1, 1) in fp32; `radius` (N, R, 1) in fp32: r,
-    repeated for each row, written as ||W|| where 0. All contiguous. lr is the first of `numbers`,
-    `groups` as for `normalize`. Factors are 0 instead of infinite.
-
-    ||D||^2 comes from the sums of W W, W O and O O, so that matrices are read once. Rounding errors
-    of the norm grow by at most ((1 + lr) / (1 - lr))^2.
-    """
-    if O.numel() == 0:
-        return
-    if not use_triton(O.device):
-        return _keep_norms_torch(W, O, radius, keep, step, numbers, groups)
-    N, R, C = O.shape
-    size, tiles = R * C, -(-R * C // TILE)
-    sums = _new(keep, N, 3, tiles)
-    memory, table, aligned = _wide(W)
-    key = TILE, table, aligned, launch_key(O, memory)
-    arguments = memory, O, sums, size, tiles, table, aligned, TILE
-    _products_kernel.launch(N * tiles, key, *arguments, **OPTIONS)
-    key = BLOCK, R, tiles, groups is None, launch_key(radius, keep, step)
-    arguments = sums, radius, keep, step, R, tiles, numbers, groups, BLOCK
-    _sphere_kernel.launch(N, key, *arguments, **OPTIONS)
 
 
 def squares(X: torch.Tensor, per: str, factors: torch.Tensor | None = None) -> torch.Tensor:
@@ -277,12 +240,12 @@ def _numbers(numbers: torch.Tensor | float, device: torch.device) -> torch.Tenso
     return torch.tensor([0.0] * BETA2 + [numbers, 1.0 - numbers], device=device)
 
 
-def _number(numbers: torch.Tensor, at: int, groups: Groups, i: int) -> torch.Tensor:
+def number_of(numbers: torch.Tensor, at: int, groups: Groups, i: int) -> torch.Tensor:
     """Return number `at` of the group of matrix i, without a copy to the host."""
     return numbers[at] if groups is None else numbers[groups[i] + at]
 
 
-def _new(like: torch.Tensor, *shape: int) -> torch.Tensor:
+def new(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return new fp32 memory on the device of a tensor."""
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
@@ -312,16 +275,6 @@ def _key(X: torch.Tensor | ScatteredRows, *others: torch.Tensor | None) -> tuple
     """Return the part of a launch key for a stack that `rows_at` may read, and further tensors."""
     given = [t for t in others if t is not None]
     return isinstance(X, ScatteredRows), _is_aligned(X), launch_key(X, *given)
-
-
-def _wide(X: Wide) -> tuple[torch.Tensor, bool, bool]:
-    """Return what a kernel gets for whole matrices: (stack or table of addresses, whether it is a
-    table, whether every matrix begins at a multiple of ALIGNMENT, also in 16 bits).
-    """
-    if isinstance(X, ScatteredMatrices):
-        return X.table, True, X.is_aligned
-    assert X.is_contiguous()
-    return X, False, not (X.data_ptr() % ALIGNMENT or X[0].numel() % VECTOR)
 
 
 def _launch_rows(
@@ -356,7 +309,7 @@ def _launch_columns(
     N, R, C = X.shape
     down, across = _tile_of(C)
     parts = -(-R // (down * STEPS))
-    sums = _new(out, N, parts, C)
+    sums = new(out, N, parts, C)
     blocks = N * -(-C // across)
     key = down, across, STEPS, rows is None, _key(X, rows)
     arguments = memory_of(X), rows, sums, R, C, strides_of(X), parts, _is_aligned(X)
@@ -392,7 +345,7 @@ def _inverse_norms(
 ) -> torch.Tensor:
     """Return 1 / sqrt(square + eps) of `squares`, 1 for 0. `size` (N, 1, 1): factor of eps."""
     if size is None and use_triton(X.device):
-        out = _new(X, *((len(X), X.shape[1], 1) if per == "row" else (len(X), 1, X.shape[2])))
+        out = new(X, *((len(X), X.shape[1], 1) if per == "row" else (len(X), 1, X.shape[2])))
         (_launch_rows if per == "row" else _launch_columns)(X, out, eps, factors)
         return out
     square = squares(X, per, factors) + (eps if size is None else eps * size)
@@ -436,28 +389,6 @@ def _row_factors_torch(
         factors[some] = w * torch.where(after > 0, before / after, after).sqrt()
 
 
-def _keep_norms_torch(
-    W: Wide,
-    O: torch.Tensor,
-    radius: torch.Tensor,
-    keep: torch.Tensor,
-    step: torch.Tensor,
-    numbers: torch.Tensor,
-    groups: Groups = None,
-) -> None:
-    """Compute `keep_norms` in torch, matrix by matrix."""
-    for i, (w, o) in enumerate(zip(W.unbind(), O.unbind())):
-        lr = _number(numbers, 0, groups, i)
-        w, o = (w.to(o.dtype) if o.dtype == torch.bfloat16 else w).float(), o.float()
-        r, size = radius[i, 0, 0], o.square().sum(1).sum().sqrt()
-        r = torch.where(r > 0, r, w.square().sum(1).sum().sqrt())
-        radius[i] = r
-        length = torch.where(size > 0, lr * r / size, size)
-        new = (w - length * o).square().sum(1).sum().sqrt()
-        keep[i] = torch.where(new > 0, r / new, new)
-        step[i] = keep[i, 0, 0] * length
-
-
 @jit
 def _weight(v, eps):
     """Return 1 / (sqrt(v) + eps); 0 if v is 0, for a row that has always been zero."""
@@ -465,7 +396,7 @@ def _weight(v, eps):
 
 
 @jit
-def _inverse(square):
+def inverse(square):
     """Return 1 / sqrt(square); 1 for 0."""
     return 1.0 / tl.sqrt(tl.where(square == 0, 1.0, square))
 
@@ -500,18 +431,6 @@ def _places(start, column, strides):
 
 
 @jit
-def _matrix(X, matrix, size, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the pointer to the first element of a matrix, in fp32 if by address. `X`: stack of matrices of `size`
-    elements, or with TABLE their addresses (N,).
-    """
-    if TABLE:
-        start = tl.load(X + matrix).to(tl.pointer_type(tl.float32))
-    else:
-        start = X + matrix * size
-    return tl.multiple_of(start, 16) if ALIGNED else start
-
-
-@jit
 def _finish(square, count, V, v_at, squares, out, at, inside, matrix, numbers, groups, eps):
     """Write what lines (rows or columns) make of their sums of squares to `out`: without V and eps
     the sums; without V 1 / sqrt(sum + eps); with V, which is updated, 1 / (sqrt(V) + eps), and mean
@@ -528,7 +447,7 @@ def _finish(square, count, V, v_at, squares, out, at, inside, matrix, numbers, g
         tl.store(squares + at, square, mask=inside)
         tl.store(out + at, _weight(v, eps), mask=inside)
     elif eps is not None:
-        tl.store(out + at, _inverse(square + eps), mask=inside)
+        tl.store(out + at, inverse(square + eps), mask=inside)
     else:
         tl.store(out + at, square, mask=inside)
 
@@ -572,7 +491,7 @@ def _rows_kernel(
         v_at = 0 if V is None else matrix * v_strides[0] + row.to(tl.int64) * v_strides[1]
         _finish(square, C, V, v_at, squares, out, place, row < R, matrix, numbers, groups, eps)
     else:
-        factor = _inverse(square + eps)[:, None]
+        factor = inverse(square + eps)[:, None]
         tl.store(at, (x * factor).to(X.dtype.element_ty), mask=inside)
         for first in range(WIDTH, C, WIDTH):
             at, inside, y = _part_of_rows(start, columns, matrix, row, R, C, first, strides, WIDTH)
@@ -698,7 +617,7 @@ def _scale_kernel(
 
 
 @jit
-def _total(sums, count, BLOCK: tl.constexpr):
+def total_of(sums, count, BLOCK: tl.constexpr):
     """Return the sum of `count` numbers."""
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, count, BLOCK):
@@ -713,9 +632,9 @@ def _roots_kernel(sums, out, count, root, BLOCK: tl.constexpr):
     square root of the sum, 0 for 0.
     """
     matrix = tl.program_id(0).to(tl.int64)
-    found = _total(sums + matrix * count, count, BLOCK)
+    found = total_of(sums + matrix * count, count, BLOCK)
     if root is not None:
-        found = tl.where(found > 0, root * _inverse(found), found)
+        found = tl.where(found > 0, root * inverse(found), found)
     tl.store(out + matrix, found)
 
 
@@ -738,7 +657,7 @@ def _element_moments_kernel(
     place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = place < size
     o_at = O + matrix * size + place
-    v_at = _matrix(V, matrix, size, TABLE, ALIGNED) + place
+    v_at = matrix_at(V, matrix, size, TABLE, ALIGNED) + place
     o = tl.load(o_at, mask=inside, other=0.0).to(tl.float32)
     number = numbers + 2  # BETA2
     if groups is not None:
@@ -748,49 +667,3 @@ def _element_moments_kernel(
     a = tl.where(v == 0, 0.0, o / (tl.sqrt(v) + eps))
     tl.store(o_at, a.to(O.dtype.element_ty), mask=inside)
     tl.store(sums + matrix * tiles + tile, tl.sum(a * a))
-
-
-@jit
-def _products_kernel(
-    W, O, sums, size, tiles, TABLE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
-):
-    """Write sums over tiles of W W, W O and O O to `sums` (N, 3, tiles). `size`: R C."""
-    matrix, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = place < size
-    w = tl.load(_matrix(W, matrix, size, TABLE, ALIGNED) + place, mask=inside, other=0.0)
-    if O.dtype.element_ty == tl.bfloat16:
-        w = w.to(tl.bfloat16)
-    w = w.to(tl.float32)
-    o = tl.load(O + matrix * size + place, mask=inside, other=0.0).to(tl.float32)
-    at = sums + matrix * 3 * tiles + tile
-    tl.store(at, tl.sum(w * w))
-    tl.store(at + tiles, tl.sum(w * o))
-    tl.store(at + 2 * tiles, tl.sum(o * o))
-
-
-@jit
-def _sphere_kernel(sums, radius, keep, step, R, tiles, numbers, groups, BLOCK: tl.constexpr):
-    """Write `radius`, `keep` and `step` of `keep_norms`; a program per matrix."""
-    matrix = tl.program_id(0).to(tl.int64)
-    number = numbers
-    if groups is not None:
-        number += tl.load(groups + matrix)
-    lr = tl.load(number)
-    r = tl.load(radius + matrix * R)
-    # Every thread has read the radius before any writes it
-    tl.debug_barrier()
-    start = sums + matrix * 3 * tiles
-    ww = _total(start, tiles, BLOCK)
-    wo = _total(start + tiles, tiles, BLOCK)
-    oo = _total(start + 2 * tiles, tiles, BLOCK)
-    r = tl.where(r > 0, r, tl.sqrt(ww))
-    length = tl.where(oo > 0, lr * r * _inverse(oo), oo)
-    new = ww - 2.0 * length * wo + length * length * oo
-    # NaN stays NaN
-    factor = tl.where(new <= 0, 0.0, r * _inverse(new))
-    tl.store(keep + matrix, factor)
-    tl.store(step + matrix, factor * length)
-    for first in range(0, R, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        tl.store(radius + matrix * R + row, tl.zeros((BLOCK,), dtype=tl.float32) + r, mask=row < R)

@@ -169,6 +169,16 @@ def strides_of(stack: torch.Tensor | ScatteredRows) -> tuple[int, int, int] | No
     return None if isinstance(stack, ScatteredRows) else stack.stride()
 
 
+def memory_of_matrices(X: torch.Tensor | ScatteredMatrices) -> tuple[torch.Tensor, bool, bool]:
+    """Return what a kernel gets for whole matrices: (stack or table of addresses, whether it is a
+    table, whether every matrix begins at a multiple of ALIGNMENT, also in 16 bits).
+    """
+    if isinstance(X, ScatteredMatrices):
+        return X.table, True, X.is_aligned
+    assert X.is_contiguous()
+    return X, False, not (X.data_ptr() % ALIGNMENT or X[0].numel() % VECTOR)
+
+
 @jit
 def rows_at(table, matrix, R, row, inside=None):
     """Return the pointers to the first elements of rows, known to the compiler as multiples of 16.
@@ -180,3 +190,15 @@ def rows_at(table, matrix, R, row, inside=None):
     return (
         table + tl.load(table.to(tl.pointer_type(tl.int64)) + matrix * R + row, mask=inside) * EACH
     )
+
+
+@jit
+def matrix_at(X, matrix, size, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the pointer to the first element of a matrix. `X`: stack of matrices of `size`
+    elements, or with TABLE the addresses (N,) of matrices in fp32.
+    """
+    if TABLE:
+        start = tl.load(X + matrix).to(tl.pointer_type(tl.float32))
+    else:
+        start = X + matrix * size
+    return tl.multiple_of(start, 16) if ALIGNED else start

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..backend import use_triton
-from ..launch.jit import jit
+from ..launch.jit import jit, launch_key
 from .momentum import gradients_or_momenta, lerp, summed
 from .multi_tensor import (
     NUMBERS,
@@ -23,6 +23,8 @@ from .multi_tensor import (
     skips_of,
     unskipped,
 )
+from .norms import BLOCK, OPTIONS, TILE, Groups, inverse, new, number_of, total_of
+from .row_scattered import ScatteredMatrices, matrix_at, memory_of_matrices
 
 tl = None  # Triton's language, put here by jit
 
@@ -39,9 +41,10 @@ class WeightUpdate:
     lr weight_decay, or another one of rules/decay.py.
 
     CAUTIOUS: elements with O W < 0 do not decay. TO_INITIAL: W <- W - rate (W - W0) - (lr scale) O.
-    With `factors` bound, lr scale is multiplied by one for each row or rectangle. BY_FACTORS: W <-
-    keep W - factor O. With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with `update_momentum`. W: weight,
-    O: orthogonalized update, M: momentum, G: gradient, W0: initial weight.
+    With `factors` bound, lr scale is multiplied by a factor of the row or rectangle. BY_FACTORS:
+    W <- keep W - factor O. With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with
+    `update_momentum`. W: weight, O: orthogonalized update, M: momentum, G: gradient, W0: initial
+    weight.
     """
 
     def __init__(
@@ -213,6 +216,65 @@ def is_opposite(w: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
     return (w > 0) & (o < 0) | (w < 0) & (o > 0)
 
 
+def keep_norms(
+    W: torch.Tensor | ScatteredMatrices,
+    O: torch.Tensor,
+    radius: torch.Tensor,
+    keep: torch.Tensor,
+    step: torch.Tensor,
+    numbers: torch.Tensor,
+    groups: Groups = None,
+) -> None:
+    """Write the factors of W and O of a step on the sphere of matrices with the norm of W:
+    W <- keep W - step O.
+
+    With D = W - lr r O / ||O||: keep = r / ||D||, step = keep lr r / ||O||. O (N, R, C) in fp32,
+    bf16 or fp16; W (N, R, C) in fp32 or bf16, rounded to bf16 if O is bf16; keep, step (N, 1, 1) in
+    fp32; `radius` (N, R, 1) in fp32: r, repeated for each row, written as ||W|| where 0. All
+    contiguous. lr is the first of `numbers`, `groups` as for `normalize`. Factors are 0 instead of
+    infinite.
+
+    ||D||^2 comes from the sums of W W, W O and O O, so that matrices are read once. Rounding errors
+    of the norm grow by at most ((1 + lr) / (1 - lr))^2.
+    """
+    if O.numel() == 0:
+        return
+    if not use_triton(O.device):
+        return _keep_norms_torch(W, O, radius, keep, step, numbers, groups)
+    N, R, C = O.shape
+    size, tiles = R * C, -(-R * C // TILE)
+    sums = new(keep, N, 3, tiles)
+    memory, table, aligned = memory_of_matrices(W)
+    key = TILE, table, aligned, launch_key(O, memory)
+    arguments = memory, O, sums, size, tiles, table, aligned, TILE
+    _products_kernel.launch(N * tiles, key, *arguments, **OPTIONS)
+    key = BLOCK, R, tiles, groups is None, launch_key(radius, keep, step)
+    arguments = sums, radius, keep, step, R, tiles, numbers, groups, BLOCK
+    _sphere_kernel.launch(N, key, *arguments, **OPTIONS)
+
+
+def _keep_norms_torch(
+    W: torch.Tensor | ScatteredMatrices,
+    O: torch.Tensor,
+    radius: torch.Tensor,
+    keep: torch.Tensor,
+    step: torch.Tensor,
+    numbers: torch.Tensor,
+    groups: Groups = None,
+) -> None:
+    """Compute `keep_norms` in torch, matrix by matrix."""
+    for i, (w, o) in enumerate(zip(W.unbind(), O.unbind())):
+        lr = number_of(numbers, 0, groups, i)
+        w, o = (w.to(o.dtype) if o.dtype == torch.bfloat16 else w).float(), o.float()
+        r, size = radius[i, 0, 0], o.square().sum(1).sum().sqrt()
+        r = torch.where(r > 0, r, w.square().sum(1).sum().sqrt())
+        radius[i] = r
+        length = torch.where(size > 0, lr * r / size, size)
+        new = (w - length * o).square().sum(1).sum().sqrt()
+        keep[i] = torch.where(new > 0, r / new, new)
+        step[i] = keep[i, 0, 0] * length
+
+
 @jit.unspecialized("update_momentum")
 def _update_kernel(
     records,
@@ -245,9 +307,9 @@ def _update_kernel(
     M; with DECAY TO_INITIAL also W0; with MOMENTA also G.
 
     `scales`: scale of each record. `sent`: addresses of the factors of O and of W of each record
-    (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS: M is a sum. `update_momentum`: 0 leaves M alone. `flags`,
-    `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED
-    only.
+    (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS: M is a sum. `update_momentum`:
+    0 leaves M alone. `flags`, `places`: see `unskipped`; read if SKIPS only. `groups`: see
+    `group_offset`; read if GROUPED only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
@@ -297,3 +359,49 @@ def _update_kernel(
         first = tl.load(first_at, mask=inside).to(tl.float32)
         new = w - (w - first) * tl.load(factors + group + 6) - o * factor
     tl.store(w_at, new.to(TYPE_0), mask=inside)
+
+
+@jit
+def _products_kernel(
+    W, O, sums, size, tiles, TABLE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
+):
+    """Write sums over tiles of W W, W O and O O to `sums` (N, 3, tiles). `size`: R C."""
+    matrix, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = place < size
+    w = tl.load(matrix_at(W, matrix, size, TABLE, ALIGNED) + place, mask=inside, other=0.0)
+    if O.dtype.element_ty == tl.bfloat16:
+        w = w.to(tl.bfloat16)
+    w = w.to(tl.float32)
+    o = tl.load(O + matrix * size + place, mask=inside, other=0.0).to(tl.float32)
+    at = sums + matrix * 3 * tiles + tile
+    tl.store(at, tl.sum(w * w))
+    tl.store(at + tiles, tl.sum(w * o))
+    tl.store(at + 2 * tiles, tl.sum(o * o))
+
+
+@jit
+def _sphere_kernel(sums, radius, keep, step, R, tiles, numbers, groups, BLOCK: tl.constexpr):
+    """Write `radius`, `keep` and `step` of `keep_norms`; a program per matrix."""
+    matrix = tl.program_id(0).to(tl.int64)
+    number = numbers
+    if groups is not None:
+        number += tl.load(groups + matrix)
+    lr = tl.load(number)
+    r = tl.load(radius + matrix * R)
+    # Every thread has read the radius before any writes it
+    tl.debug_barrier()
+    start = sums + matrix * 3 * tiles
+    ww = total_of(start, tiles, BLOCK)
+    wo = total_of(start + tiles, tiles, BLOCK)
+    oo = total_of(start + 2 * tiles, tiles, BLOCK)
+    r = tl.where(r > 0, r, tl.sqrt(ww))
+    length = tl.where(oo > 0, lr * r * inverse(oo), oo)
+    new = ww - 2.0 * length * wo + length * length * oo
+    # NaN stays NaN
+    factor = tl.where(new <= 0, 0.0, r * inverse(new))
+    tl.store(keep + matrix, factor)
+    tl.store(step + matrix, factor * length)
+    for first in range(0, R, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        tl.store(radius + matrix * R + row, tl.zeros((BLOCK,), dtype=tl.float32) + r, mask=row < R)

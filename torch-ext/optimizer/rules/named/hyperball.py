@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels.elementwise.norms import keep_norms
+from ...kernels.elementwise.weight_update import keep_norms
 from ..rule import Rule, State, Units, register
 
 
