@@ -223,7 +223,7 @@ def others(arch: str, shared: int):
         own = dict(groups="*i64", GROUPED=skips)
         fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
         for sums in (False, True):
-            yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SUMS=sums))
+            yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SUMS=sums, SIGNS=skips))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=0))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=1))

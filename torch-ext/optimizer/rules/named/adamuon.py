@@ -28,11 +28,8 @@ class AdaMuon(Rule):
     options = {"beta2": 0.95}
     sends = {"size": "matrix"}
     fused = True
+    sends_signs = True
     write_factors = ("size",)
-
-    def before(self, U: torch.Tensor, units: Units) -> torch.Tensor:
-        """Replace U (N, R, C) by its signs."""
-        return U.sign_()
 
     def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
         """Update V, make A of O (N, R, C), and send the factor to RMS 1; zeros stay zero."""
