@@ -204,12 +204,11 @@ def resident(dtype: str) -> int:
 
 def others(arch: str, shared: int):
     """Compile the kernels of everything that is not a product."""
-    pack, update, rows, norm, aol, check = (
+    pack, update, norm, aol, check = (
         part(f"{name}")
         for name in (
             "kernels.elementwise.momentum",
             "kernels.elementwise.weight_update",
-            "kernels.elementwise.norms",
             "kernels.elementwise.scaling",
             "kernels.elementwise.aol",
             "kernels.elementwise.nonfinite_check",
@@ -224,16 +223,19 @@ def others(arch: str, shared: int):
         own = dict(groups="*i64", GROUPED=skips)
         fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
         for sums in (False, True):
-            yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SUMS=sums))
+            yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SUMS=sums, SIGNS=skips))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=0))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=1))
         for momenta, decay in itertools.product((False, True), (0, 1, 2)):
             arguments = fresh if momenta else dict(
                 skip, **own, addresses=None, weight=None, update_momentum="i32")
-            yield compile_for(arch, update._update_kernel, dict(
-                arguments, scales="*fp32", factors="*fp32", MOMENTA=momenta, DECAY=decay, SUMS=skips,
-                TYPE_4=TYPES["TYPE_2"]))
+            arguments |= dict(scales="*fp32", sent="*i64", factors="*fp32", MOMENTA=momenta, SUMS=skips,
+                              TYPE_4=TYPES["TYPE_2"])
+            yield compile_for(arch, update._update_kernel, dict(arguments, DECAY=decay, FACTORS=0))
+            if decay == 0:
+                for kind in (dict(DECAY=3, FACTORS=1), dict(DECAY=0, FACTORS=1), dict(DECAY=0, FACTORS=2, ACCESS=1)):
+                    yield compile_for(arch, update._update_kernel, {**arguments, **kind})
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  programs="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, o_strides=ROW_MAJOR, v_strides=("i32", 1, 1),
                  x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0,
@@ -242,15 +244,16 @@ def others(arch: str, shared: int):
                   GROUPED=False,
                   guesses="*fp32", scales="*fp32", aim="fp32")
     cast, scales = norm._cast_kernel, norm._norm_kernel
-    for kernel in (rows._moments_kernel, rows._norms_kernel, rows._normalize_kernel, cast, scales):
+    for kernel in (cast, scales):
         yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", O="*bf16", X="*fp16"))
         if arch == "sm90":  # sizes of 1 are constants to the compiler
             ones = dict(R=1, C=1, numel=1, parts=1, EVEN=1, u_strides=COLUMN_MAJOR, o_strides=COLUMN_MAJOR)
             yield compile_for(arch, kernel, {**sizes, **floats, "U": "*fp32", "O": "*fp32", "X": "*bf16", **ones})
     in_rows = dict(sizes, **floats, U="*bf16", O="*bf16", X="*fp16") | dict(
         strides=None, u_strides=None, o_strides=None)
-    for kernel in (rows._moments_kernel, rows._normalize_kernel, cast, scales):
+    for kernel in (cast, scales):
         yield compile_for(arch, kernel, in_rows)
+    yield from norms_of_rules(arch)
     if arch == "sm90":
         for form in (1, 2):
             yield compile_for(arch, cast, dict(sizes, **floats, U="*bf16", X="*bf16") | dict(FORM=form))
@@ -273,6 +276,39 @@ def others(arch: str, shared: int):
             yield whole(U, turned)
         yield from map(raw, part("kernels.matmul.api").MIXED_INPUT_TILES)
         yield from map(resident, ("fp16", "bf16"))
+
+
+def norms_of_rules(arch: str):
+    """Compile the kernels of the rules by name as they are launched, and once for sizes of 1."""
+    norms, update = part("kernels.elementwise.norms"), part("kernels.elementwise.weight_update")
+    nothing = dict.fromkeys(
+        ("columns", "rows", "V", "squares", "numbers", "groups", "v_strides", "eps"))
+    sizes = dict.fromkeys(("R", "C", "parts", "lines", "count", "size", "tiles"), "i32")
+    given = dict(sizes, **nothing, X="*bf16", O="*bf16", W="*fp32", strides=ROW_MAJOR, ALIGNED=True, TABLE=False,
+                 TILE=4096, BLOCK=1024, STEPS=8, root="fp32")
+    given |= dict.fromkeys(("out", "sums", "weights", "radius", "keep", "step"), "*fp32")
+    wide, whole = dict(ROWS=4, WIDTH=1024), dict(ROWS=16, COLUMNS=256)
+    eps, moments = dict(eps="fp32"), dict.fromkeys(("V", "squares", "numbers"), "*fp32") | dict(
+        groups="*i64", v_strides=("i32", 1), eps="fp32")
+    table = dict(strides=None)
+    ones = dict.fromkeys(sizes, 1) | dict(X="*fp32", strides=("i32", 1, 1))
+    uses = [
+        (norms._rows_kernel, wide), (norms._rows_kernel, wide | moments), (norms._rows_kernel, wide | moments | table),
+        (norms._rows_kernel, wide | moments | ones), (norms._rows_kernel, wide | eps),
+        (norms._rows_kernel, dict(ROWS=1, WIDTH=8192, out=None, columns="*fp32") | eps),
+        (norms._column_sums_kernel, whole), (norms._column_sums_kernel, whole | dict(rows="*fp32")),
+        (norms._column_sums_kernel, whole | ones), (norms._columns_kernel, dict(BLOCK=256)),
+        (norms._columns_kernel, dict(BLOCK=256) | eps), (norms._columns_kernel, dict(BLOCK=256) | moments),
+        (norms._norms_kernel, dict(squares="*fp32")), (norms._scale_kernel, whole | dict(rows="*fp32")),
+        (norms._scale_kernel, whole | dict(columns="*fp32")), (norms._scale_kernel, whole | table | dict(rows="*fp32")),
+        (norms._roots_kernel, {}), (norms._roots_kernel, dict(root=None)), (update._products_kernel, {}),
+        (update._products_kernel, dict(W="*i64", TABLE=True)), (update._products_kernel, dict(W="*bf16")),
+        (norms._element_moments_kernel, moments),
+        (norms._element_moments_kernel, moments | dict(V="*i64", TABLE=True)),
+        (update._sphere_kernel, dict(numbers="*fp32")), (update._sphere_kernel, dict(numbers="*fp32", groups="*i64")),
+    ]
+    for kernel, more in uses:
+        yield compile_for(arch, kernel, given | more, num_warps=8, enable_fp_fusion=False)
 
 
 def small(arch: str, shared: int, side: int, U: str):

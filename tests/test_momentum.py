@@ -76,6 +76,22 @@ def test_fresh_gradients_at_every_step(pack, part, device, path):
         assert_close(u, 0.05 * (source.view(G, m.shape).double() + 0.95 * s), F32)
 
 
+def test_signs_of_updates(pack, part, device, path):
+    """Of U as rounded; zeros and NaN stay, and the momentum is what it is without them."""
+    (M, U, sources, G), found = setting(part, device, F32, F16, F32), []
+    G[0].zero_()
+    G[1].fill_(math.nan)
+    M[0].zero_()
+    for signs in (False, True):
+        m, u = [m.clone() for m in M], [poisoned(*u.shape, dtype=F16, device=device) for u in U]
+        pack.Pack(m, u, sources, G, signs=signs)(G, addresses(G, path), weight(0.9, device), True)
+        found.append((m, u))
+    (m, u), (other, signs) = found
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(m, other))
+    assert all(torch.equal(s.nan_to_num(7.0), t.sign().where(~t.isnan(), 7.0)) for s, t in zip(signs, u))
+    assert not signs[0].any() and signs[1].isnan().all() and signs[5].unique().tolist() == [-1.0, 1.0]
+
+
 def cuts(rows, columns):
     """Return two tilings of a matrix into odd rectangles, (rows, columns) slices."""
     by_rows = [(slice(a, b), slice(0, columns)) for a, b in ((0, 1), (1, 4), (4, 4), (4, rows))]

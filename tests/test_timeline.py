@@ -39,7 +39,7 @@ NAMES = {
     "_raw_norm_kernel": "memory",
     "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT": "products",
     "sm90_xmma_gemm_f16f16_f16f32_f32_nn_n_tilesize128x128x64": "products", "aten::mm": "products",
-    "_pack_kernel": "memory", "_copy_kernel": "memory", "_update_kernel": "memory", "_moments_kernel": "memory",
+    "_pack_kernel": "memory", "_copy_kernel": "memory", "_update_kernel": "memory", "_rows_kernel": "memory",
     "_norm_kernel": "memory", "Memcpy DtoD (Device -> Device)": "memory", "Memset (Device)": "memory",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>(...)": "memory",
     "aten::_foreach_copy_": "memory",

@@ -15,7 +15,7 @@ SHAPES = [(3, 5), (1, 7), (0, 4), (9, 1), (70, 90)]
 SCALES = [0.2, 1.0, 3.0, 1.7, 0.31]
 
 
-def factors(lr, weight_decay, device):
+def factors_of(lr, weight_decay, device):
     """What the kernel reads from the device."""
     return torch.tensor([lr, 1.0 - lr * weight_decay], dtype=torch.float32, device=device)
 
@@ -32,8 +32,8 @@ def test_update_against_fp64(update, device, w_dtype, o_dtype):
     O = [torch.randn(r, c, device=device).to(o_dtype) for r, c in SHAPES]
     before, kept = [w.double() for w in W], [o.clone() for o in O]
     bound = update.WeightUpdate(W, O, SCALES)
-    bound(factors(0.02, 0.1, device))
-    bound(factors(0.5, 0.0, device))
+    bound(factors_of(0.02, 0.1, device))
+    bound(factors_of(0.5, 0.0, device))
     for w, old, o, scale in zip(W, before, O, SCALES):
         once = ((1 - 0.02 * 0.1) * old - 0.02 * scale * o.double()).to(w_dtype)
         exact = once.double() - 0.5 * scale * o.double()
@@ -50,7 +50,7 @@ def test_bits_do_not_depend_on_how_a_matrix_is_cut(update, device, w_dtype, o_dt
     def run(pieces, contiguous):
         full = W.clone()
         w = [full[piece].clone() if contiguous else full[piece] for piece in pieces]
-        update.WeightUpdate(w, [O[piece] for piece in pieces], [0.37] * len(pieces))(factors(0.013, 0.1, device))
+        update.WeightUpdate(w, [O[piece] for piece in pieces], [0.37] * len(pieces))(factors_of(0.013, 0.1, device))
         for piece, part_w in zip(pieces, w):
             full[piece] = part_w
         return full
@@ -66,12 +66,12 @@ def test_scales_follow_their_rectangles_when_dtypes_are_mixed(update, device):
     """One launch per combination of dtypes: the order of the lists changes, the scales go with them."""
     W = [torch.zeros(3, 5, device=device, dtype=dtype) for dtype in (F32, BF16, F32, BF16, F32)]
     update.WeightUpdate(W, [torch.ones(3, 5, device=device) for _ in W], [1.0, 2.0, 4.0, 8.0, 16.0])(
-        factors(0.5, 0.1, device))
+        factors_of(0.5, 0.1, device))
     assert [w.unique().tolist() for w in W] == [[-0.5], [-1.0], [-2.0], [-4.0], [-8.0]]
 
 
 def test_empty_lists(update):
-    update.WeightUpdate([], [], [])(factors(0.1, 0.1, "cpu"))
+    update.WeightUpdate([], [], [])(factors_of(0.1, 0.1, "cpu"))
 
 
 @pytest.mark.interpreter
@@ -84,6 +84,44 @@ def test_triton_and_torch_give_the_same_bits(part, device, monkeypatch, w_dtype,
     for path in ("torch", "triton"):
         take(path, monkeypatch)
         W = [w.clone() for w in start]
-        part("kernels.elementwise.weight_update").WeightUpdate(W, O, SCALES)(factors(0.02, 0.1, device))
+        part("kernels.elementwise.weight_update").WeightUpdate(W, O, SCALES)(factors_of(0.02, 0.1, device))
         results.append(W)
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.interpreter
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("kind", ["rows", "matrices", "both factors"])
+def test_factors_of_the_owner(part, device, monkeypatch, kind):
+    """One for each row or rectangle, beside lr and scale; or one of O and one of W, which stand for all others."""
+    shapes = [*SHAPES, (6, 16), (1, 8)]
+    start, O = ([torch.randn(s, device=device) for s in shapes] for _ in "12")
+    factors = [torch.rand(r if kind == "rows" else 1, 1, device=device) for r, _ in shapes]
+    keeps = [torch.rand(1, 1, device=device) for _ in shapes] if kind == "both factors" else []
+    numbers, scales, results = factors_of(0.02, 0.1, device), [*SCALES, 2.0, 0.7], []
+    for path in ("torch", "triton"):
+        take(path, monkeypatch)
+        W = [w.clone() for w in start]
+        part("kernels.elementwise.weight_update").WeightUpdate(W, O, scales, factors=factors, keeps=keeps)(numbers)
+        results.append(W)
+        for i, (w, old, o, f) in enumerate(zip(W, start, O, factors)):
+            old, o, f = old.double(), o.double(), f.double()
+            exact = old * keeps[i].double() - o * f if keeps else 0.998 * old - 0.02 * scales[i] * f * o
+            torch.testing.assert_close(w.double(), exact, rtol=1e-6, atol=1e-6)
+    assert all(map(torch.equal, *results))
+
+
+@every_dtype
+def test_factors_of_rows_give_equal_bits_however_a_matrix_is_cut(update, device, w_dtype, o_dtype):
+    R, C = 13, 64
+    W, O = torch.randn(R, C, device=device).to(w_dtype), torch.randn(R, C, device=device).to(o_dtype)
+    rows, results = torch.rand(R, 1, device=device), []
+    cuts = [[(slice(0, R), slice(0, C))], [(slice(a, b), slice(0, C)) for a, b in ((0, 1), (1, 4), (4, R))],
+            [(slice(0, R), slice(a, b)) for a, b in ((0, 7), (7, 40), (40, C))]]
+    for pieces in cuts:
+        w = W.clone()
+        o, own = [O[piece].clone() for piece in pieces], [rows[piece[0]].clone() for piece in pieces]
+        update.WeightUpdate([w[piece] for piece in pieces], o, [0.37] * len(o), factors=own)(
+            factors_of(0.013, 0.1, device))
+        results.append(w)
+    assert all(torch.equal(w, results[0]) for w in results) and not torch.equal(results[0], W)

@@ -188,14 +188,17 @@ def small_matrices(device, size) -> None:
 def rows(device, size) -> None:
     """NorMuon's rows, and the norms and moments of other rules."""
     n, m = size["sides"]
-    norms = part("kernels.elementwise.norms")
-    X, V = torch.randn(2, n, m, device=device), torch.rand(2, n, 1, device=device)
-    norms.normalize(X, V, 0.9, 1e-8)
-    numbers = torch.tensor([0.02, 1.0, 0.9, 0.1, 0.05, 0.95, 0.0, 0.0], device=device)
-    norms.divide_by_moments(X, torch.rand_like(X), numbers, 1e-8)
-    columns = norms.squares(X, "column", V)
-    norms.scale(X, norms.squares(X, "row", columns), columns)
-    norms.difference_squares(torch.rand_like(X), X, norms.total(columns))
+    norms, keep_norms = part("kernels.elementwise.norms"), part("kernels.elementwise.weight_update").keep_norms
+    numbers = torch.rand(8, device=device)
+    norms.normalize(torch.randn(2, n, m, device=device), torch.rand(2, n, 1, device=device), 0.9, 1e-8)
+    for R, C in ((n, m), (m, n)):
+        X, sent = torch.randn(2, R, C, device=device).bfloat16(), torch.empty(2, 2, 1, 1, device=device)
+        norms.normalize_columns(X, torch.rand(2, 1, C, device=device), numbers, 1e-8)
+        norms.divide_by_moments(X, torch.rand(2, R, C, device=device), numbers, 1e-8)
+        keep_norms(X.float(), X, torch.zeros(2, R, 1, device=device), *sent, numbers)
+        for order in (("row",), ("column",), ("row", "column"), ("column", "row")):
+            norms.equalize(X, order, 1e-7)
+            norms.equalize(X, order, 1e-7, torch.ones(2, 1, 1, device=device))
 
 
 def rectangles(device, size) -> None:

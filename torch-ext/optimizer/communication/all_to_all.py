@@ -84,15 +84,18 @@ class AllToAllBuffers:
         direction: str,
         uses: tuple[str, str],
         dtype: torch.dtype,
+        weight_dtype: torch.dtype = torch.float32,
     ) -> None:
         """`direction`: "inbound" (shards to owner) or "outbound" (owner to shards). `uses`: keys of
         the send and of the receive buffer in `memory`, which maps uses of the workspace to flat
-        uint8 tensors. `dtype`: of pieces of matrices and chunks; all others are fp32.
+        uint8 tensors. `dtype`: of pieces of matrices and chunks. Others have `weight_dtype` or are
+        fp32.
         """
         self.plan = getattr(rank_plan, direction)
         self.has_traffic = getattr(rank_plan, f"crosses_{direction}")
         self.process_group = process_group
         self.dtype = dtype
+        self.weight_dtype = weight_dtype
         send_use, recv_use = uses
         self.send = memory[send_use][: self.plan.leaving]
         self.recv = memory[recv_use][: sum(self.plan.recv_bytes)]
@@ -120,7 +123,8 @@ class AllToAllBuffers:
 
     def _view(self, flat: torch.Tensor, piece: Piece, offset_bytes: int) -> torch.Tensor:
         """Return the view of a piece in a send or receive buffer."""
-        dtype = self.dtype if piece.kind in ("matrix", "chunk") else torch.float32
+        dtypes = {"matrix": self.dtype, "chunk": self.dtype, "weight": self.weight_dtype}
+        dtype = dtypes.get(piece.kind, torch.float32)
         return piece_at(flat, offset_bytes, piece.shape, dtype)
 
     def start(self) -> list[dist.Work]:

@@ -32,6 +32,7 @@ from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack
 from ..kernels.elementwise.multi_tensor import NUMBERS
+from ..kernels.elementwise.row_scattered import ScatteredMatrices, stays
 from ..kernels.elementwise.weight_update import TO_INITIAL, WeightUpdate
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
@@ -43,7 +44,14 @@ from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
 from ..rules.muon import is_sum
 from ..rules.phases import AnyWeightUpdate, PackByRule, Phases
-from ..rules.rule import MuonConstants, host_constants, momentum_key, reads_gradients, rule_of
+from ..rules.rule import (
+    MuonConstants,
+    host_constants,
+    momentum_key,
+    reads_gradients,
+    rule_of,
+    weight_dtype,
+)
 from .cuda_graphs import Graphs
 from .param_store import Store
 from .workspace import Stacks, copy_unless_in_place
@@ -93,6 +101,7 @@ class BoundUpdate(BucketUpdate):
             self.rule = rule_of(inputs.group)
             self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
             self.reads_gradients = reads_gradients(self.rule)
+            self.weight_dtype = weight_dtype(self.rule, inputs.options.wire_dtype)
 
     # Binding
 
@@ -186,9 +195,9 @@ class BoundUpdate(BucketUpdate):
     def _make_stacks(self, read_from: Views | None = None, write_to: Views | None = None) -> Stacks:
         """The stacks of the bucket's owned matrices; arguments as in `Stacks`."""
         rule = self.rule
-        wide = {state.key: state.per for state in rule.state}
-        wide |= {"weight": "element"} if rule.reads_weight else {}
-        wide |= {sent_kind(name): per for name, per in rule.sends.items()}
+        wide = {state.key: (state.per, torch.float32) for state in rule.state}
+        wide |= {"weight": ("element", self.weight_dtype)} if rule.reads_weight else {}
+        wide |= {sent_kind(name): (per, torch.float32) for name, per in rule.sends.items()}
         dtype = self.options.wire_dtype
         return Stacks(self.rank_plan, self.memory, dtype, wide, read_from, write_to)
 
@@ -278,15 +287,38 @@ class LocalUpdate(BoundUpdate):
     def __init__(self, inputs: BucketInputs) -> None:
         super().__init__(inputs)
         stored = self._stored()
-        state = self._stored_state()
         self.stacks = self._make_stacks()
-        whole = self.stacks.input_view
+        in_place = self._leave_in_place()
+        state = [p for p in self._stored_state() if p not in in_place]
+        whole = {p: view for p, view in self.stacks.input_view.items() if p not in in_place}
         self.pack_all = self._bind_pack(stored, whole)
-        # Rules take the state of a stack as one tensor
+        # Other state of a stack, and weights, are one tensor for the rule
         self.load = self._bind_loads(state, whole)
         self.save = self._bind_saves(state, whole)
         self.iterate = self._bind_iteration(self.stacks)
         self.update_all = self._bind_weight_update(stored, whole)
+
+    def _leave_in_place(self) -> set[Piece]:
+        """Have the kernels of a fused rule read weights, and step state of each element, where both
+        are stored; return the pieces. A stack is left in place as a whole.
+
+        State that non-finite gradients may have to leave as it was is copied, see `Store.skip`.
+        """
+        rule = self.rule
+        of_elements = [state.key for state in rule.state if state.per == "element"]
+        kinds = of_elements if rule.fused and self.store.flags is None else []
+        kinds = [*kinds, "weight"] if rule.fused and rule.reads_weight else kinds
+        piece_of = {(p.matrix, p.kind): p for p in self.rank_plan.stored}
+        found = set()
+        for wide, matrices in zip(self.stacks.wide, self.stacks.matrices):
+            for kind in kinds:
+                pieces = [piece_of[matrix, kind] for matrix in matrices]
+                views = self.store.weights if kind == "weight" else self.store.states
+                stored = views(pieces)
+                if all(stays(t, (m.rows, m.cols)) for t, m in zip(stored, matrices)):
+                    wide[kind] = ScatteredMatrices(stored)
+                    found.update(pieces)
+        return found
 
     @property
     def update_momentum_early(self) -> bool:
@@ -359,9 +391,12 @@ class OwnerUpdate(BoundUpdate):
         ("return"). See [Note: buffer reuse of the return all-to-all] in rank_plan.py.
         """
         arguments = self.rank_plan, self.process_group, self.memory
+        weights = getattr(self, "weight_dtype", torch.float32)  # AdamW's never leave
         in_dtype = in_dtype or self.options.wire_dtype
         out_dtype = out_dtype or self.options.wire_dtype
-        self.to_owner = AllToAllBuffers(*arguments, "inbound", ("leave", "arrive"), in_dtype)
+        self.to_owner = AllToAllBuffers(
+            *arguments, "inbound", ("leave", "arrive"), in_dtype, weights
+        )
         self.to_shards = AllToAllBuffers(*arguments, "outbound", ("arrive", "return"), out_dtype)
 
 

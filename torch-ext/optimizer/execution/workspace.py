@@ -85,8 +85,8 @@ class Stacks:
     Newton-Schulz reads the stacks `inputs` and writes the stacks `outputs`. For direct
     matrices (see [Note: direct matrices] in rank_plan.py) both are `ScatteredRows`: tables of where
     each row lies in the all-to-all buffers. All remaining matrices lie whole in the shared scratch,
-    and input and output are a single tensor. `wide` has for each stack its tensors in fp32 by kind
-    of a piece: state, weights and numbers to send, (N, R, C), (N, R, 1), (N, 1, C) or (N, 1, 1).
+    and input and output are a single tensor. `wide` has for each stack its other tensors by kind of
+    a piece: state, weights and numbers to send, (N, R, C), (N, R, 1), (N, 1, C) or (N, 1, 1).
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Stacks:
         rank_plan: RankPlan,
         memory: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
-        wide: Mapping[str, str],
+        wide: Mapping[str, tuple[str, torch.dtype]],
         read_from: Mapping[Piece, torch.Tensor] | None = None,
         write_to: Mapping[Piece, torch.Tensor] | None = None,
     ) -> None:
         """`memory`: use of the workspace -> flat uint8 tensor. `dtype`: of U and O (wire_dtype).
-        `wide`: `PlanInputs.wide` of the rule.
+        `wide`: kind of `PlanInputs.wide` -> (`per`, dtype).
 
         `read_from`, `write_to`: views of pieces of direct matrices; None without direct matrices.
         If several pieces have equal boxes (replicas), the first piece counts.
@@ -124,9 +124,9 @@ class Stacks:
             N = len(matrices)
             self.matrices.append(matrices)
             self.wide.append({})
-            for kind, per in wide.items():
+            for kind, (per, own_dtype) in wide.items():
                 r, c = per_shape(per, R, C)
-                flat = piece_at(memory["wide"], wide_offset_bytes, (N * r, c), torch.float32)
+                flat = piece_at(memory["wide"], wide_offset_bytes, (N * r, c), own_dtype)
                 self.wide[-1][kind] = stack = flat.view(N, r, c)
                 whole |= {(m, kind): t for m, t in zip(matrices, stack)}
                 # At multiples of ALIGNMENT as well: a kernel that adds elements has another layout,

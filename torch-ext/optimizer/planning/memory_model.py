@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # matrix that is read where it arrived. The widest load of a GPU, and a TMA address, need 16.
 ALIGNMENT = 16
 
-# Bytes of an element of state, of a weight and of a sent number, in fp32, at the owner and in the
-# all-to-alls
+# Bytes of an element of state and of a sent number, in fp32, at the owner and in the all-to-alls;
+# of a weight as well, unless a rule takes weights in wire_dtype
 WIDE_BYTES = 4
 
 # Route -> bytes read and written per element outside Newton-Schulz, of fp32 parameters and bf16
@@ -114,7 +114,7 @@ class PlanInputs:
     state: Mapping[str, str] = field(default_factory=dict)
     # Numbers that owners send with O: [(name, "row", "column" or "matrix")]
     sends: tuple[tuple[str, str], ...] = ()
-    reads_weight: bool = False  # the owner needs the whole weight
+    weight: int = 0  # bytes of an element of the weight at the owner; 0: the owner needs no weight
     # Data for several ranks is sent from one copy in the send buffer
     once: bool = False
     # (R, C) -> (key, bytes of scratch_a and scratch_b, bytes of gram_scratch), see
@@ -132,20 +132,22 @@ class PlanInputs:
     @property
     def itemsizes(self) -> dict[str, int]:
         """Kind of a piece -> bytes of an element in the all-to-all."""
-        kinds = [*self.state, "weight", *(sent_kind(name) for name, _ in self.sends)]
-        return {"matrix": self.element, **dict.fromkeys(kinds, WIDE_BYTES)}
+        kinds = [*self.state, *(sent_kind(name) for name, _ in self.sends)]
+        own = {"matrix": self.element, "weight": self.weight or WIDE_BYTES}
+        return {**own, **dict.fromkeys(kinds, WIDE_BYTES)}
 
     def wide_bytes(self, R: int, C: int) -> int:
         """Bytes at the owner of state, weight and sent numbers of an (R, C) matrix, each rounded up
         to ALIGNMENT: an upper bound of the share in a stack.
         """
-        sizes = [WIDE_BYTES * math.prod(per_shape(per, R, C)) for per in self.wide.values()]
+        of, itemsizes = self.wide.items(), self.itemsizes
+        sizes = [itemsizes[kind] * math.prod(per_shape(per, R, C)) for kind, per in of]
         return sum(nbytes + -nbytes % ALIGNMENT for nbytes in sizes)
 
     @functools.cached_property
     def wide(self) -> dict[str, str]:
-        """Kind -> `per` of all tensors in fp32 that an owner has beside U and O."""
-        weight = {"weight": "element"} if self.reads_weight else {}
+        """Kind -> `per` of all tensors that an owner has beside U and O."""
+        weight = {"weight": "element"} if self.weight else {}
         return {**self.state, **weight, **{sent_kind(name): per for name, per in self.sends}}
 
 
@@ -294,7 +296,7 @@ class MemoryModel:
     def _piece_bytes(self, R: int, C: int) -> int:
         """Return the bytes of a piece of R x C elements, without state."""
         inputs = self.inputs
-        weight = WIDE_BYTES * inputs.reads_weight * (self.route == "exchange")
+        weight = inputs.weight * (self.route == "exchange")
         sent = sum(math.prod(per_shape(per, R, C)) for _, per in inputs.sends)
         return R * C * (self.element + weight) + WIDE_BYTES * sent
 

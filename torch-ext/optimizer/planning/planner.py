@@ -27,7 +27,7 @@ from ..params.layout import Layout, layout_of, row_chunks, this_rank
 from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable, splits_by_id
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
-from ..rules.rule import Rule, rule_of, state_device_and_dtype
+from ..rules.rule import Rule, rule_of, state_device_and_dtype, weight_dtype
 from .cost_model import CostModel, latency_bytes
 from .memory_model import ChunkPlanInputs, PlanInputs, never
 from .plan import (
@@ -232,7 +232,7 @@ class Planner:
             self.options.wire_dtype.itemsize,
             {s.key: s.per for s in rule.state},
             tuple(rule.sends.items()),
-            rule.reads_weight,
+            weight_dtype(rule, self.options.wire_dtype).itemsize if rule.reads_weight else 0,
             self.process_groups.send_once(self.device),
             partial(method.scratch_bytes, steps=cost_model.steps, dtype=products),
             scattered if rule.takes_scattered_rows else never,

@@ -259,7 +259,7 @@ def _wide_pieces(
         p for key, of_key in state_layouts.items() for p in _pieces_at(bucket, rank, of_key, key)
     ]
     weights = []
-    if inputs.reads_weight:
+    if inputs.weight:
         weights = [replace(p, kind="weight") for p in of_matrices if p.is_source]
     if bucket.route in OWNER_STATE_ROUTES:
         # The owner stores state, and every rank all weights: both are in no all-to-all
@@ -401,6 +401,11 @@ def sent_piece(p: Piece, name: str, per: str) -> Piece:
     return replace(p, kind=sent_kind(name), box=box)
 
 
+def is_sent(p: Piece) -> bool:
+    """Whether a piece is one of numbers on the way from the owner, see `sent_piece`."""
+    return p.kind.startswith(sent_kind(""))
+
+
 def plan_all_to_all(
     pieces: Iterable[Piece],
     ends: tuple[str, str],
@@ -445,11 +450,13 @@ def _lay_out(
     free = 0  # end of the splits so far
     # Most of thousands of peers have no split: compress skips them without a Python loop
     for i in itertools.compress(itertools.count(), map(of_peer.__contains__, ranks)):
-        # Wide elements (fp32 state) first, so that every piece is aligned to its elements
-        split = sorted(of_peer[ranks[i]], key=lambda p: -itemsizes[p.kind])
+        # Wide elements (fp32 state) first, so that every piece is aligned to its elements. Sent
+        # numbers come last: O is sent from where U arrived, see `_with_direct`
+        split = sorted(of_peer[ranks[i]], key=lambda p: (is_sent(p), -itemsizes[p.kind]))
         contents = tuple((p.kind, p.matrix, p.box) for p in split) if once else i
         offset = starts[i] = known.setdefault(contents, free)
         for piece in split:
+            offset += -offset % itemsizes[piece.kind]
             offsets[piece] = offset
             offset += piece.numel * itemsizes[piece.kind]
         offset += -offset % ALIGNMENT

@@ -8,15 +8,16 @@ row (state `second_moment`):
     O <- N ||O|| / ||N||              Frobenius norms of the whole matrix
 
 The last line is the norm-preserving form of the authors' code. Because of the norms the
-normalization runs on whole matrices, at the owner, right after Newton-Schulz. V needs no bias
-correction: a factor common to all rows cancels in the ratio of norms.
+normalization runs on whole matrices, at the owner, right after Newton-Schulz. O is only read there:
+the owner sends a factor for each row, and the weight update multiplies. V needs no bias correction:
+a factor common to all rows cancels in the ratio of norms.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..kernels.elementwise.norms import normalize, scale, squares, total
+from ..kernels.elementwise.norms import normalize, normalize_columns
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from .rule import Rule, State, Units, register
 
@@ -40,14 +41,17 @@ class NorMuonRule(Rule):
     name = "normuon"
     state = (State("second_moment", per="row"),)
     options = {"beta2": 0.95}
+    sends = {"factor": "row"}
     fused = True
+    write_factors = ("factor",)
     takes_scattered_rows = True
 
     def after(self, O: torch.Tensor | ScatteredRows, units: Units) -> torch.Tensor | ScatteredRows:
-        """Normalize the rows of O (N, R, C) in place, and update V. A matrix of zeros stays
-        zero.
+        """Update V, and send the factors that normalize the rows of O (N, R, C) to the weight
+        update. A matrix of zeros stays zero.
         """
-        normalize(O, units.state["second_moment"], units.scalars, EPS, units.groups)
+        V, factors = units.state["second_moment"], units.sent["factor"]
+        normalize(O, V, units.scalars, EPS, units.groups, factors)
         return O
 
 
@@ -63,11 +67,5 @@ class NorMuonColumnsRule(Rule):
     def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
         """Normalize the columns of O (N, R, C) in place, and update V (N, 1, C)."""
         V = units.state["second_moment_of_columns"]
-        square = squares(O, "column")
-        mean = square / max(1, O.shape[1])
-        V.mul_(units.numbers.beta2).add_(mean * units.numbers.one_minus_beta2)
-        columns = torch.where(V == 0, 0.0, 1 / (V.sqrt() + EPS))
-        before, after = total(square), total(square * columns.square())
-        rows = torch.where(after > 0, before / after, after).sqrt().expand(-1, O.shape[1], 1)
-        scale(O, rows, columns)
+        normalize_columns(O, V, units.scalars, EPS, units.groups)
         return O

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.elementwise.momentum import Copy, Pack, gradients_or_momenta
+from ..kernels.elementwise.momentum import Pack, gradients_or_momenta
 from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
@@ -21,7 +21,6 @@ from ..kernels.launch.precompile import in_dry_run
 from .rule import Numbers, Rule, Units, overrides, rule_name, writes_weights
 
 Stack = torch.Tensor | ScatteredRows
-MOMENTUM = 4  # index in `device_scalars` of 1 - momentum, the first number that the momentum reads
 # (G, M, index of the group) -> (U, the new M)
 Update = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 # (W, O, scale, numbers that the owner has sent, index of the group) -> the new W
@@ -47,7 +46,7 @@ class Phases:
     def pack(self, *arguments: Any) -> Pack | PackByRule:
         """Bind phase 1; arguments of `Pack`."""
         if not self.has_update:
-            return Pack(*arguments)
+            return Pack(*arguments, signs=self.rule.fused and self.rule.sends_signs)
         return PackByRule(self._update, *arguments)
 
     def weight_update(
@@ -56,15 +55,18 @@ class Phases:
         """Bind phase 3; `sent`: numbers for each rectangle, then arguments of `WeightUpdate`.
         `decay`: its arguments `decay` and `initial`; rules that write weights have one form.
         """
-        if not writes_weights(self.rule):
-            return WeightUpdate(*arguments, **decay)
+        rule = self.rule
         # Validation has refused both, but a group may have changed in between
-        if decay.get("sums") or decay.get("decay", ALL) != ALL:
+        if writes_weights(rule) and (decay.get("sums") or decay.get("decay", ALL) != ALL):
             raise ValueError(
-                f"rule {rule_name(type(self.rule))!r} has no other form of decay or momentum"
+                f"rule {rule_name(type(rule))!r} has no other form of decay or momentum"
             )
-        if self.rule.write_factors:
-            return WeightUpdateByFactors(self, sent, *arguments)
+        if rule.fused:
+            keys = zip(("factors", "keeps"), rule.write_factors)
+            factors = {key: [one[name] for one in sent] for key, name in keys}
+            return WeightUpdate(*arguments, **decay, **factors)
+        if not writes_weights(rule):
+            return WeightUpdate(*arguments, **decay)
         return WeightUpdateByRule(self._write, self._update, sent, *arguments)
 
     def _update(
@@ -124,7 +126,8 @@ class Phases:
         rule = self.rule
         run = getattr(rule, method)
         if rule.fused:
-            run(stack, self._with_numbers(units))
+            # Kernels read `Units.scalars` and `Units.groups`
+            run(stack, units)
             return
         if in_dry_run():
             return
@@ -153,9 +156,9 @@ class Phases:
 
     def _with_numbers(self, units: Units) -> Units:
         """Return `units` with the numbers of each matrix's group, gathered in every step because
-        schedules change them. Kernels that take scattered rows read `Units.groups` instead.
+        schedules change them.
         """
-        if units.groups is None or self.rule.takes_scattered_rows:
+        if units.groups is None:
             return units
         scalars = self.scalars.view(-1, NUMBERS)[units.groups // NUMBERS]
         return replace(units, numbers=Numbers(self.rule, self.group, scalars))
@@ -218,58 +221,6 @@ def write_updates(
             U[i].copy_(u)
 
 
-class WeightUpdateByFactors:
-    """`WeightUpdate` as W <- a W - b O, with numbers a and b of each matrix from its owner.
-
-    The kernel reads numbers of parameter groups: here each rectangle is a group of its own, whose
-    numbers are gathered before the launch.
-    """
-
-    def __init__(
-        self,
-        phases: Phases,
-        sent: Sequence[Mapping[str, torch.Tensor]],
-        W: Sequence[torch.Tensor],
-        O: Sequence[torch.Tensor],
-        scales: Sequence[float],
-        skip: Skip | None = None,
-        M: Sequence[torch.Tensor] | None = None,
-        sources: Sequence[Source] = (),
-        gradients: Sequence[torch.Tensor] = (),
-        groups: Sequence[int] | None = None,
-    ) -> None:
-        """Arguments of `WeightUpdate`, after the phases and the numbers `sent` for each
-        rectangle. `scales` are not read.
-        """
-        count = len(W)
-        self.numbers = torch.zeros((count, NUMBERS), device=phases.scalars.device)
-        # At the places of lr and of 1 - lr weight_decay
-        keep, step = phases.rule.write_factors
-        places = [self.numbers[i, at].view(1, 1) for at in (0, 1) for i in range(count)]
-        origins = [one[name] for name in (step, keep) for one in sent]
-        # Behind them those of the momentum, of the rectangle's own group
-        places += [one[MOMENTUM:].view(1, -1) for one in self.numbers]
-        of_groups = phases.scalars.view(-1, NUMBERS)
-        origins += [of_groups[n, MOMENTUM:].view(1, -1) for n in groups or [0] * count]
-        self.gather = Copy(places, origins)
-        self.update = WeightUpdate(
-            W, O, [1.0] * count, skip, M, sources, gradients, list(range(count))
-        )
-
-    def __call__(
-        self,
-        factors: torch.Tensor,
-        tensors: Sequence[torch.Tensor] = (),
-        addresses: torch.Tensor | None = None,
-        weight: torch.Tensor | None = None,
-        update_momentum: bool = True,
-    ) -> None:
-        """Write W and, with momenta and `update_momentum`, M, as `WeightUpdate`."""
-        self.gather()
-        flat = self.numbers.view(-1)
-        self.update(flat, tensors, addresses, flat[MOMENTUM:], update_momentum)
-
-
 class WeightUpdateByRule:
     """`WeightUpdate` with `write` in place of Muon's weight update, and `update` of Muon's
     momentum.
@@ -324,4 +275,4 @@ class WeightUpdateByRule:
             w.copy_(new if self.skip is None else torch.where(self.skip.is_updated(i), new, wide))
 
 
-AnyWeightUpdate = WeightUpdate | WeightUpdateByRule | WeightUpdateByFactors
+AnyWeightUpdate = WeightUpdate | WeightUpdateByRule

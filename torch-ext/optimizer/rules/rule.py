@@ -144,17 +144,20 @@ class Rule:
     # Numbers that `after` sends to `write`: name -> "row", "column" or "matrix"
     sends: ClassVar[dict[str, str]] = {}
     # Whether `before` and `after` read the whole weight: sent to the owner in fp32, 4 bytes per
-    # element
+    # element; of a fused rule as in `weight_dtype`
     reads_weight: ClassVar[bool] = False
     # Whether `before` and `after` give a matrix equal bits whatever the other matrices of the call:
     # then N is any number, else 1. Elementwise operations do; torch's sums do not, since the order
     # of a sum depends on the shape.
     batched: ClassVar[bool] = False
     # Of built-in rules with kernels: `before` and `after` work in place on stacks as they lie in
-    # the workspace, in wire_dtype, and read `Units.scalars` and `Units.groups`
+    # the workspace, in wire_dtype, and read `Units.scalars` and `Units.groups`. Weights and state
+    # per element are stacks, or `ScatteredMatrices` where a rank stores whole matrices
     fused: ClassVar[bool] = False
-    # Of a fused rule: names (a, b) in `sends`, one number per matrix. A kernel writes W a - O b in
-    # place of `write`
+    # Of a fused rule: Newton-Schulz gets the signs of U, from the kernel of the momentum
+    sends_signs: ClassVar[bool] = False
+    # Of a fused rule: names in `sends` that the kernel of the weight update reads. (f,), per row or
+    # matrix: factors of O beside lr and scale. (f, k), per matrix: W <- W k - O f
     write_factors: ClassVar[tuple[str, ...]] = ()
     # Whether a fused rule also takes stacks of scattered rows, see [Note: direct matrices]
     takes_scattered_rows: ClassVar[bool] = False
@@ -205,16 +208,25 @@ def overrides(rule: Rule, method: str) -> bool:
     return getattr(type(rule), method) is not getattr(Rule, method)
 
 
+def weight_dtype(rule: Rule, wire_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of weights that a rule reads at the owner. Kernels of fused rules take norms
+    of weights, for which bf16 is enough: rounding to nearest leaves a sum of squares as it was, up
+    to a part of 1e-6. fp16 has too narrow a range.
+    """
+    return torch.bfloat16 if rule.fused and wire_dtype == torch.bfloat16 else torch.float32
+
+
 def writes_weights(rule: Rule) -> bool:
     """Whether a rule computes weights by formulas of its own, without Muon's fused kernels."""
-    return overrides(rule, "update") or overrides(rule, "write") or bool(rule.sends)
+    has_own = overrides(rule, "update") or overrides(rule, "write") or bool(rule.sends)
+    return has_own and not (rule.fused and len(rule.write_factors) == 1)
 
 
 def reads_gradients(rule: Rule) -> bool:
     """Whether torch reads gradients in a step of a rule: where they lie is then part of each CUDA
     graph. The momentum is written along with the weight, by the fused kernel or by torch.
     """
-    return writes_weights(rule) and not rule.write_factors
+    return writes_weights(rule) and not rule.fused
 
 
 def changes_at_lr_0(rule: Rule) -> bool:

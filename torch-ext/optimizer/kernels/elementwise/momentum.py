@@ -34,6 +34,7 @@ class Pack:
 
     M: momentum, G: gradient, U: update, mostly a view of a send buffer. The first form of U is
     Nesterov momentum, with the new M. With `sums`: M <- mu M + G, then U <- mu M + G or U <- M.
+    With `signs` the signs of U, as rounded, take the place of U; zeros and NaN stay.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Pack:
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
         sums: bool = False,
+        signs: bool = False,
     ):
         """Bind M and U: lists of 2-D views with equal shapes, at fixed addresses. `groups`: number
         of the parameter group of each rectangle; None: group 0.
@@ -60,6 +62,7 @@ class Pack:
             bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
         )
         self.sums = sums
+        self.signs = signs
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
         self.groups = groups_of(groups, self.launches)
         self.skip = skip
@@ -82,13 +85,16 @@ class Pack:
         """
         if self.launches is None:
             gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
+            weights = [weight[at + self.sums] for at in self.group_offsets]
             if self.sums:
-                factors = [weight[at + 1] for at in self.group_offsets]
-                return pack_sums_torch(
-                    self.M, self.U, gradients, factors, nesterov, update_momentum, self.skip
+                pack_sums_torch(
+                    self.M, self.U, gradients, weights, nesterov, update_momentum, self.skip
                 )
-            weights = [weight[at] for at in self.group_offsets]
-            return pack_torch(self.M, self.U, gradients, weights, nesterov, update_momentum)
+            else:
+                pack_torch(self.M, self.U, gradients, weights, nesterov, update_momentum)
+            for u in self.U if self.signs else ():
+                u.copy_(torch.where(u > 0, 1.0, torch.where(u < 0, -1.0, u)))
+            return
         for launch, (flags, places, skips), (groups, grouped) in zip(
             self.launches, self.skips, self.groups
         ):
@@ -105,6 +111,7 @@ class Pack:
                 SKIPS=skips,
                 GROUPED=grouped,
                 SUMS=self.sums,
+                SIGNS=self.signs,
             )
 
 
@@ -189,6 +196,7 @@ def _pack_kernel(
     SKIPS: tl.constexpr,
     GROUPED: tl.constexpr,
     SUMS: tl.constexpr,
+    SIGNS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -198,8 +206,9 @@ def _pack_kernel(
 ):
     """Compute `Pack` for a block of elements. Lists of the table: M, U, G.
 
-    `weight`: pointer to 1 - mu of group 0, then mu. SUMS: M is a sum. `flags`, `places`: see
-    `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED only.
+    `weight`: pointer to 1 - mu of group 0, then mu. SUMS: M is a sum. SIGNS: write signs of U.
+    `flags`, `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if
+    GROUPED only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     m_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
@@ -225,7 +234,11 @@ def _pack_kernel(
         tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
         if NESTEROV:
             m += rest * (g - m)
-    tl.store(u_at, m.to(TYPE_1), mask=inside)
+    u = m.to(TYPE_1)
+    if SIGNS:
+        m = u.to(tl.float32)
+        u = tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, m)).to(TYPE_1)
+    tl.store(u_at, u, mask=inside)
 
 
 class Copy:

@@ -116,14 +116,16 @@ def bind(
     sources: Sequence[Source] | None = None,
     gradients: Sequence[torch.Tensor] | None = None,
     shapes: Sequence[tuple[int, int]] | None = None,
+    keep_rows: bool = False,
 ) -> list[Launch]:
     """Return tables of corresponding rectangles, a table for each combination of dtypes.
 
     `lists`: lists of 2-D tensors, with equal shapes at equal index (AssertionError otherwise). With
     `sources`, the gradients form the last list: `sources[i]` is the place of rectangle i, and
     `gradients` are examples with the dtypes, and the alignment to 16 bytes, of all later gradients.
-    `shapes`: of the rectangles, if the gradients are the only list. Tables hold addresses: the
-    caller keeps the tensors alive.
+    `shapes`: of the rectangles, if the gradients are the only list. `keep_rows`: kernels need the
+    row of an element, so no rectangle becomes a single row. Tables hold addresses: the caller keeps
+    the tensors alive.
     """
     # (dtypes, access) -> [(index in the bound lists, record)]
     groups = defaultdict(list)
@@ -141,7 +143,7 @@ def bind(
             size = example.element_size()
             types += (example.dtype,)
             fields.append((sources[origin].offset * size, *sources[origin].strides, size))
-        for record in _records(shape, fields):
+        for record in _records(shape, fields, keep_rows):
             groups[types, _access(record, base)].append((origin, record + index))
     device = (lists[0] if lists else gradients)[0].device
     return [_launch(*key, group, device) for key, group in groups.items()]
@@ -163,17 +165,19 @@ def _access(record: list[int], base: int) -> int:
     return ELEMENTS if any(stride % VECTOR for stride in down) else VECTORS
 
 
-def _records(shape: Sequence[int], fields: list[tuple[int, int, int, int]]) -> list[list[int]]:
+def _records(
+    shape: Sequence[int], fields: list[tuple[int, int, int, int]], keep_rows: bool
+) -> list[list[int]]:
     """Return the records of a rectangle, as lists of integers without the gradient's number.
 
     `fields`: (address, stride of rows, stride of columns, bytes of an element) in each list. If the
-    rectangle is contiguous in all lists, each record is a single row of at most LONGEST elements.
-    An empty rectangle has no record.
+    rectangle is contiguous in all lists, each record is a single row of at most LONGEST elements,
+    unless `keep_rows`. An empty rectangle has no record.
     """
     rows, columns = shape
     if rows * columns == 0:
         return []
-    if not all(_is_contiguous(rows, columns, *strides) for _, *strides, _ in fields):
+    if keep_rows or not all(_is_contiguous(rows, columns, *strides) for _, *strides, _ in fields):
         return [[rows, columns] + [x for field in fields for x in field[:3]]]
     records = []
     for first in range(0, rows * columns, LONGEST):

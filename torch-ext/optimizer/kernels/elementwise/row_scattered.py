@@ -17,6 +17,7 @@ tl = None  # Triton's language, put here by jit
 
 # Bytes: each row starts where the widest access of a thread may. Also the unit of the row table
 ALIGNMENT = 16
+VECTOR = 8  # elements of the widest access in 16 bits
 
 
 class ScatteredRows:
@@ -84,6 +85,40 @@ class ScatteredRows:
         return _MatrixSlice(self.pieces[matrices], self.is_transposed)
 
 
+class ScatteredMatrices:
+    """Whole matrices (N, R, C) in fp32 that stay where they are stored, for kernels that read them
+    beside a stack.
+
+    `table` (N,), int64 on the device: the address of each matrix.
+    """
+
+    def __init__(self, matrices: Sequence[torch.Tensor]):
+        """`matrices`: tensors (R, C) for which `stays` is true, kept alive."""
+        self.matrices = list(matrices)
+        self.shape = torch.Size((len(self.matrices), *self.matrices[0].shape))
+        addresses = [matrix.data_ptr() for matrix in matrices]
+        self.table = torch.tensor(addresses, device=self.matrices[0].device)
+        # Of the size alone: a kernel that adds elements has another layout, hence other bits, for
+        # unaligned memory
+        self.is_aligned = self.matrices[0].numel() % VECTOR == 0
+
+    def unbind(self) -> list[torch.Tensor]:
+        """Return the matrices."""
+        return self.matrices
+
+
+def stays(matrix: torch.Tensor, shape: tuple[int, int]) -> bool:
+    """Say whether a stored tensor can be one of `ScatteredMatrices`, with the bits that a copy in a
+    stack would give.
+    """
+    return (
+        matrix.shape == shape
+        and matrix.dtype == torch.float32
+        and matrix.is_contiguous()
+        and not matrix.data_ptr() % ALIGNMENT
+    )
+
+
 class _MatrixSlice:
     """Some matrices of `ScatteredRows`, for the torch path: read and written as whole tensors."""
 
@@ -134,6 +169,16 @@ def strides_of(stack: torch.Tensor | ScatteredRows) -> tuple[int, int, int] | No
     return None if isinstance(stack, ScatteredRows) else stack.stride()
 
 
+def memory_of_matrices(X: torch.Tensor | ScatteredMatrices) -> tuple[torch.Tensor, bool, bool]:
+    """Return what a kernel gets for whole matrices: (stack or table of addresses, whether it is a
+    table, whether every matrix begins at a multiple of ALIGNMENT, also in 16 bits).
+    """
+    if isinstance(X, ScatteredMatrices):
+        return X.table, True, X.is_aligned
+    assert X.is_contiguous()
+    return X, False, not (X.data_ptr() % ALIGNMENT or X[0].numel() % VECTOR)
+
+
 @jit
 def rows_at(table, matrix, R, row, inside=None):
     """Return the pointers to the first elements of rows, known to the compiler as multiples of 16.
@@ -145,3 +190,15 @@ def rows_at(table, matrix, R, row, inside=None):
     return (
         table + tl.load(table.to(tl.pointer_type(tl.int64)) + matrix * R + row, mask=inside) * EACH
     )
+
+
+@jit
+def matrix_at(X, matrix, size, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the pointer to the first element of a matrix. `X`: stack of matrices of `size`
+    elements, or with TABLE the addresses (N,) of matrices in fp32.
+    """
+    if TABLE:
+        start = tl.load(X + matrix).to(tl.pointer_type(tl.float32))
+    else:
+        start = X + matrix * size
+    return tl.multiple_of(start, 16) if ALIGNED else start

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..backend import use_triton
-from ..launch.jit import jit
+from ..launch.jit import jit, launch_key
 from .momentum import gradients_or_momenta, lerp, summed
 from .multi_tensor import (
     NUMBERS,
@@ -23,12 +23,16 @@ from .multi_tensor import (
     skips_of,
     unskipped,
 )
+from .norms import BLOCK, OPTIONS, TILE, Groups, inverse, new, number_of, total_of
+from .row_scattered import ScatteredMatrices, matrix_at, memory_of_matrices
 
 tl = None  # Triton's language, put here by jit
 
 # Elements that decay, and towards what: all, towards 0; those whose update has not the opposite
-# sign; all, towards initial weights
-ALL, CAUTIOUS, TO_INITIAL = 0, 1, 2
+# sign; all, towards initial weights. BY_FACTORS: factors of W and O come from the owner
+ALL, CAUTIOUS, TO_INITIAL, BY_FACTORS = 0, 1, 2, 3
+# Factors of O from the owner: none, one for each rectangle, one for each row
+NO_FACTORS, OF_MATRICES, OF_ROWS = 0, 1, 2
 RATE = 6  # element of a group's numbers with the rate of decay, see `rules.rule.device_scalars`
 
 
@@ -37,8 +41,10 @@ class WeightUpdate:
     lr weight_decay, or another one of rules/decay.py.
 
     CAUTIOUS: elements with O W < 0 do not decay. TO_INITIAL: W <- W - rate (W - W0) - (lr scale) O.
-    With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with `update_momentum`. W: weight,
-    O: orthogonalized update, M: momentum, G: gradient, W0: initial weight.
+    With `factors` bound, lr scale is multiplied by a factor of the row or rectangle. BY_FACTORS:
+    W <- keep W - factor O. With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with
+    `update_momentum`. W: weight, O: orthogonalized update, M: momentum, G: gradient, W0: initial
+    weight.
     """
 
     def __init__(
@@ -54,6 +60,8 @@ class WeightUpdate:
         decay: int = ALL,
         initial: Sequence[torch.Tensor] = (),
         sums: bool = False,
+        factors: Sequence[torch.Tensor] = (),
+        keeps: Sequence[torch.Tensor] = (),
     ):
         """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
 
@@ -62,13 +70,20 @@ class WeightUpdate:
         gradients may each be fp32, bf16 or fp16. Rectangles of `skip` keep W and M. `groups`:
         number of the parameter group of each rectangle; None: group 0. `decay`: ALL, CAUTIOUS or
         TO_INITIAL. `initial`: W0 with TO_INITIAL, of equal shapes. `sums`: M is a sum, as in
-        `Pack`.
+        `Pack`. `factors` of O: (rows, 1) or (1, 1) for each rectangle, all of a kind, contiguous,
+        fp32, at fixed addresses. `keeps`: factors of W likewise, (1, 1): then `decay` has no
+        effect.
         """
         self.W = list(W)
         self.O = list(O)
         self.M = M
         self.sources = sources
-        self.decay = decay
+        self.decay = BY_FACTORS if keeps else decay
+        self.factors = list(factors)
+        self.keeps = list(keeps)
+        self.factors_of = NO_FACTORS
+        if factors:
+            self.factors_of = OF_ROWS if any(len(t) > 1 for t in factors) else OF_MATRICES
         self.sums = sums
         self.initial = list(initial)
         self.scales = torch.tensor(
@@ -77,7 +92,9 @@ class WeightUpdate:
         self.launches = None
         if W and use_triton(W[0].device):
             lists = [W, O, *([] if M is None else [M]), *([initial] if initial else [])]
-            self.launches = bind(lists) if M is None else bind(lists, sources, gradients)
+            keep_rows = self.factors_of == OF_ROWS
+            places = () if M is None else (sources, gradients)
+            self.launches = bind(lists, *places, keep_rows=keep_rows)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.W)]
@@ -85,6 +102,13 @@ class WeightUpdate:
         # Scale of each record, for each launch
         self.scales_of = [
             self.scales[launch.origins.to(self.scales.device)] for launch in self.launches or ()
+        ]
+        # Addresses of the factors of O and W of each record, for each launch
+        pairs = [[t.data_ptr() for t in pair] for pair in zip(factors, keeps or factors)]
+        addresses = torch.tensor(pairs, dtype=torch.int64, device="cpu")
+        self.sent_of = [
+            addresses[launch.origins].to(launch.records.device) if factors else launch.records
+            for launch in self.launches or ()
         ]
 
     def __call__(
@@ -116,14 +140,17 @@ class WeightUpdate:
                 self.skip,
                 self.decay,
                 self.initial,
+                self.factors,
+                self.keeps,
             )
-        for launch, scales, (flags, places, skips), (groups, grouped) in zip(
-            self.launches, self.scales_of, self.skips, self.groups
+        for launch, scales, sent, (flags, places, skips), (groups, grouped) in zip(
+            self.launches, self.scales_of, self.sent_of, self.skips, self.groups
         ):
             run(
                 _update_kernel,
                 launch,
                 scales,
+                sent,
                 factors,
                 addresses,
                 weight,
@@ -136,6 +163,7 @@ class WeightUpdate:
                 GROUPED=grouped,
                 DECAY=self.decay,
                 SUMS=self.sums,
+                FACTORS=self.factors_of,
             )
 
     def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
@@ -159,6 +187,8 @@ def weight_update_torch(
     skip: Skip | None = None,
     decay: int = ALL,
     initial: Sequence[torch.Tensor] = (),
+    factors_of_O: Sequence[torch.Tensor] = (),
+    keeps: Sequence[torch.Tensor] = (),
 ) -> None:
     """Compute the weights of `WeightUpdate` in torch, by rectangle, with the bits of the kernel.
 
@@ -166,13 +196,18 @@ def weight_update_torch(
     """
     for i, (w, o, scale, at) in enumerate(zip(W, O, scales, group_offsets)):
         wide = w.float()
-        if decay == ALL:
+        factor = scale * factors[at]
+        if factors_of_O:
+            factor = factors_of_O[i] if keeps else factor * factors_of_O[i]
+        if decay == BY_FACTORS:
+            new = wide.mul(keeps[i])
+        elif decay == ALL:
             new = wide.mul(factors[at + 1])
         elif decay == CAUTIOUS:
             new = torch.where(is_opposite(wide, o), wide, wide * factors[at + 1])
         else:
             new = wide - (wide - initial[i].float()) * factors[at + RATE]
-        new.sub_(o.float().mul(scale * factors[at]))
+        new.sub_(o.float().mul(factor))
         w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
 
 
@@ -181,11 +216,71 @@ def is_opposite(w: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
     return (w > 0) & (o < 0) | (w < 0) & (o > 0)
 
 
+def keep_norms(
+    W: torch.Tensor | ScatteredMatrices,
+    O: torch.Tensor,
+    radius: torch.Tensor,
+    keep: torch.Tensor,
+    step: torch.Tensor,
+    numbers: torch.Tensor,
+    groups: Groups = None,
+) -> None:
+    """Write the factors of W and O of a step on the sphere of matrices with the norm of W:
+    W <- keep W - step O.
+
+    With D = W - lr r O / ||O||: keep = r / ||D||, step = keep lr r / ||O||. O (N, R, C) in fp32,
+    bf16 or fp16; W (N, R, C) in fp32 or bf16, rounded to bf16 if O is bf16; keep, step (N, 1, 1) in
+    fp32; `radius` (N, R, 1) in fp32: r, repeated for each row, written as ||W|| where 0. All
+    contiguous. lr is the first of `numbers`, `groups` as for `normalize`. Factors are 0 instead of
+    infinite.
+
+    ||D||^2 comes from the sums of W W, W O and O O, so that matrices are read once. Rounding errors
+    of the norm grow by at most ((1 + lr) / (1 - lr))^2.
+    """
+    if O.numel() == 0:
+        return
+    if not use_triton(O.device):
+        return _keep_norms_torch(W, O, radius, keep, step, numbers, groups)
+    N, R, C = O.shape
+    size, tiles = R * C, -(-R * C // TILE)
+    sums = new(keep, N, 3, tiles)
+    memory, table, aligned = memory_of_matrices(W)
+    key = TILE, table, aligned, launch_key(O, memory)
+    arguments = memory, O, sums, size, tiles, table, aligned, TILE
+    _products_kernel.launch(N * tiles, key, *arguments, **OPTIONS)
+    key = BLOCK, R, tiles, groups is None, launch_key(radius, keep, step)
+    arguments = sums, radius, keep, step, R, tiles, numbers, groups, BLOCK
+    _sphere_kernel.launch(N, key, *arguments, **OPTIONS)
+
+
+def _keep_norms_torch(
+    W: torch.Tensor | ScatteredMatrices,
+    O: torch.Tensor,
+    radius: torch.Tensor,
+    keep: torch.Tensor,
+    step: torch.Tensor,
+    numbers: torch.Tensor,
+    groups: Groups = None,
+) -> None:
+    """Compute `keep_norms` in torch, matrix by matrix."""
+    for i, (w, o) in enumerate(zip(W.unbind(), O.unbind())):
+        lr = number_of(numbers, 0, groups, i)
+        w, o = (w.to(o.dtype) if o.dtype == torch.bfloat16 else w).float(), o.float()
+        r, size = radius[i, 0, 0], o.square().sum(1).sum().sqrt()
+        r = torch.where(r > 0, r, w.square().sum(1).sum().sqrt())
+        radius[i] = r
+        length = torch.where(size > 0, lr * r / size, size)
+        new = (w - length * o).square().sum(1).sum().sqrt()
+        keep[i] = torch.where(new > 0, r / new, new)
+        step[i] = keep[i, 0, 0] * length
+
+
 @jit.unspecialized("update_momentum")
 def _update_kernel(
     records,
     blocks,
     scales,
+    sent,
     factors,
     addresses,
     weight,
@@ -198,6 +293,7 @@ def _update_kernel(
     GROUPED: tl.constexpr,
     DECAY: tl.constexpr,
     SUMS: tl.constexpr,
+    FACTORS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -210,15 +306,22 @@ def _update_kernel(
     """Compute `WeightUpdate` for a block of elements. Lists of the table: W, O; with MOMENTA also
     M; with DECAY TO_INITIAL also W0; with MOMENTA also G.
 
-    `scales`: scale of each record. SUMS: M is a sum. `update_momentum`: 0 leaves M alone. `flags`,
-    `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED
-    only.
+    `scales`: scale of each record. `sent`: addresses of the factors of O and of W of each record
+    (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS: M is a sum. `update_momentum`:
+    0 leaves M alone. `flags`, `places`: see `unskipped`; read if SKIPS only. `groups`: see
+    `group_offset`; read if GROUPED only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
-    factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * tl.load(
-        factors + group
-    )
+    number = tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)
+    factor = tl.load(scales + number) * tl.load(factors + group)
+    if FACTORS != 0:
+        factor_at = tl.load(sent + 2 * number).to(tl.pointer_type(tl.float32))
+        if FACTORS == 2 and ACCESS != 2:  # OF_ROWS, of several rows
+            sent_factor = tl.load(factor_at + row, mask=row < tl.load(record), other=0.0)
+        else:
+            sent_factor = tl.load(factor_at)
+        factor = sent_factor if DECAY == 3 else factor * sent_factor
     if SKIPS:
         inside = unskipped(inside, blocks, flags, places)
     w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
@@ -240,7 +343,10 @@ def _update_kernel(
         else:
             m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
         tl.store(m_at, m.to(TYPE_2), mask=written)
-    if DECAY == 0:  # ALL
+    if DECAY == 3:  # BY_FACTORS
+        keep = tl.load(tl.load(sent + 2 * number + 1).to(tl.pointer_type(tl.float32)))
+        new = w * keep - o * factor
+    elif DECAY == 0:  # ALL
         new = w * tl.load(factors + group + 1) - o * factor
     elif DECAY == 1:  # CAUTIOUS
         opposite = ((w > 0) & (o < 0)) | ((w < 0) & (o > 0))
@@ -253,3 +359,49 @@ def _update_kernel(
         first = tl.load(first_at, mask=inside).to(tl.float32)
         new = w - (w - first) * tl.load(factors + group + 6) - o * factor
     tl.store(w_at, new.to(TYPE_0), mask=inside)
+
+
+@jit
+def _products_kernel(
+    W, O, sums, size, tiles, TABLE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
+):
+    """Write sums over tiles of W W, W O and O O to `sums` (N, 3, tiles). `size`: R C."""
+    matrix, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = place < size
+    w = tl.load(matrix_at(W, matrix, size, TABLE, ALIGNED) + place, mask=inside, other=0.0)
+    if O.dtype.element_ty == tl.bfloat16:
+        w = w.to(tl.bfloat16)
+    w = w.to(tl.float32)
+    o = tl.load(O + matrix * size + place, mask=inside, other=0.0).to(tl.float32)
+    at = sums + matrix * 3 * tiles + tile
+    tl.store(at, tl.sum(w * w))
+    tl.store(at + tiles, tl.sum(w * o))
+    tl.store(at + 2 * tiles, tl.sum(o * o))
+
+
+@jit
+def _sphere_kernel(sums, radius, keep, step, R, tiles, numbers, groups, BLOCK: tl.constexpr):
+    """Write `radius`, `keep` and `step` of `keep_norms`; a program per matrix."""
+    matrix = tl.program_id(0).to(tl.int64)
+    number = numbers
+    if groups is not None:
+        number += tl.load(groups + matrix)
+    lr = tl.load(number)
+    r = tl.load(radius + matrix * R)
+    # Every thread has read the radius before any writes it
+    tl.debug_barrier()
+    start = sums + matrix * 3 * tiles
+    ww = total_of(start, tiles, BLOCK)
+    wo = total_of(start + tiles, tiles, BLOCK)
+    oo = total_of(start + 2 * tiles, tiles, BLOCK)
+    r = tl.where(r > 0, r, tl.sqrt(ww))
+    length = tl.where(oo > 0, lr * r * inverse(oo), oo)
+    new = ww - 2.0 * length * wo + length * length * oo
+    # NaN stays NaN
+    factor = tl.where(new <= 0, 0.0, r * inverse(new))
+    tl.store(keep + matrix, factor)
+    tl.store(step + matrix, factor * length)
+    for first in range(0, R, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        tl.store(radius + matrix * R + row, tl.zeros((BLOCK,), dtype=tl.float32) + r, mask=row < R)

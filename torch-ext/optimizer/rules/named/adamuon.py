@@ -5,7 +5,8 @@
     A <- O / (sqrt(V) + EPS)
     O <- A sqrt(R C) / ||A||                   of RMS 1; `scale` is 0.2 in the paper
 
-V needs no bias correction: a common factor cancels in the norm.
+V needs no bias correction: a common factor cancels in the norm. The owner makes A, and sends the
+factor after it to the weight update.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ class AdaMuon(Rule):
     name = "adamuon"
     state = (State("second_moment_of_elements"),)
     options = {"beta2": 0.95}
+    sends = {"size": "matrix"}
     fused = True
-
-    def before(self, U: torch.Tensor, units: Units) -> torch.Tensor:
-        """Replace U (N, R, C) by its signs."""
-        return U.sign_()
+    sends_signs = True
+    write_factors = ("size",)
 
     def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
-        """Update V, and scale O (N, R, C) to RMS 1; zeros stay zero."""
-        V = units.state["second_moment_of_elements"]
-        divide_by_moments(O, V, units.scalars, EPS, units.groups)
+        """Update V, make A of O (N, R, C), and send the factor to RMS 1; zeros stay zero."""
+        V, size = units.state["second_moment_of_elements"], units.sent["size"]
+        divide_by_moments(O, V, units.scalars, EPS, units.groups, size)
         return O

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels.elementwise.norms import difference_squares, squares, total
+from ...kernels.elementwise.weight_update import keep_norms
 from ..rule import Rule, State, Units, register
 
 
@@ -27,18 +27,11 @@ class Hyperball(Rule):
     sends = {"keep": "matrix", "step": "matrix"}
     reads_weight = True
     fused = True
-    write_factors = ("keep", "step")
+    write_factors = ("step", "keep")
 
     def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
-        """Send the factors of W and of O (N, R, C) in the new weight."""
-        W = units.weight
-        radius = units.state["radius"][:, :1]
-        radius = torch.where(radius > 0, radius, total(squares(W, "row")).sqrt())
-        units.state["radius"].copy_(radius)
-        size = total(squares(O, "row")).sqrt()
-        step = torch.where(size > 0, units.numbers.lr * radius / size, size)
-        length = total(difference_squares(W, O, step)).sqrt()
-        keep = torch.where(length > 0, radius / length, length)
-        units.sent["keep"].copy_(keep)
-        units.sent["step"].copy_(keep * step)
+        """Send the factors of W and of O (N, R, C) in the new weight, W keep - O step."""
+        radius, sent = units.state["radius"], units.sent
+        factors = sent["keep"], sent["step"]
+        keep_norms(units.weight, O, radius, *factors, units.scalars, units.groups)
         return O

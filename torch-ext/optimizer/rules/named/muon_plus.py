@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.elementwise.norms import scale, squares, total
+from ...kernels.elementwise import norms
 from ..rule import Rule, Units, register
 
 EPS = 1e-7
@@ -25,25 +25,14 @@ def equalize(X: torch.Tensor, order: str | None, unit: bool) -> None:
     """Divide rows or columns of X (N, R, C) by their norms, in the given order, in place. `unit`:
     as if X had norm 1, which EPS is for.
     """
-    if order is None or not X.numel():
-        return
-    shrink = power = torch.ones_like(X[:, :1, :1], dtype=torch.float32)
-    columns = shrink.new_ones(len(X), 1, X.shape[2])
-    if unit:
+    powers = None
+    if unit and order is not None and X.numel():
         # Squares of 1e20 overflow. A power of two, by which the largest element is near 1, changes
         # no bits elsewhere
         largest = torch.linalg.vector_norm(X, torch.inf, (1, 2), keepdim=True).float()
         is_normal = (largest >= torch.finfo(torch.float32).tiny) & largest.isfinite()
-        power = torch.where(is_normal, torch.frexp(largest).mantissa / largest, 1.0)
-        size = total(squares(X, "row", columns * power))
-        shrink = torch.where(size > 0, 1 / size, 1.0)
-    rows = (shrink.sqrt() * power).expand(-1, X.shape[1], 1)
-    for per in ORDERS[order]:
-        if per == "row":
-            rows = rows / (squares(X, per, columns * power) * shrink + EPS).sqrt()
-        else:
-            columns = columns / (squares(X, per, rows) + EPS).sqrt()
-    scale(X, rows, columns)
+        powers = torch.where(is_normal, torch.frexp(largest).mantissa / largest, 1.0)
+    norms.equalize(X, ORDERS[order], EPS, powers)
 
 
 @register
