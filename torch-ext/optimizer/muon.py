@@ -18,18 +18,19 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from . import pipeline
+from . import memory_report, pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
-from .communication.process_groups import check_process_group, world_now
+from .communication.process_groups import ProcessGroups, check_process_group, world_now
 from .execution.cuda_graphs import check_environment, on_device
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
+from .memory_report import MemoryReport
 from .params import units, validation
 from .params.checks.memory import check_memory
 from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
-from .params.layout import this_rank
+from .params.layout import AssumedRanks, this_rank
 from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
 from .qk_clip.clip import QKClip
@@ -51,6 +52,7 @@ def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
     return world
 
 
+AT_OWNERS = ("shard_state", "grads_are_reduced")  # arguments that need a process group
 NEVER_BOUND = "before the first step, nor after release()"
 
 
@@ -476,6 +478,68 @@ class Muon(StateDictMethods):
             )
         run = self._backward_overlap.pipeline_run
         return report_of(self._bound.all_jobs, this_rank(), self._watch, run)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes by kind, of this rank and of the rank with the most: weights, gradients, state,
+        workspace, tables, memory of CUDA graphs. Print the report, or read its numbers.
+
+        Before the first step, and after release(), as a step with gradients of all parameters would
+        take them: state and workspace to the byte, tables about; graphs are not known. Else state,
+        workspace, tables and graphs of this rank are measured. The largest rank is always
+        predicted, and so are gradients and copies that AdamW makes during a step. Not counted: what
+        the model, NCCL, the driver and torch's allocator take besides. Not collective.
+        """
+        itself = self._itself()
+        bound, prepared = itself._bound, itself._preparation
+        seen = None
+        if bound.all_jobs:
+            graphs = (prepared.graphs, prepared.adamw_graphs)
+            seen = memory_report.measured(bound, itself.param_groups, itself.state, graphs)
+        return itself._forecast(this_rank(), seen)
+
+    def _forecast(
+        self, rank: int, seen: Mapping | None = None, row_shards: int | None = None, **gpu: object
+    ) -> MemoryReport:
+        """Plan without a step, and return the report of the plan. Arguments as in
+        `memory_report.predicted` and `memory_report.ForecastPlanner`.
+        """
+        options, own = self._options, self._options_by_group()
+
+        def planner() -> memory_report.ForecastPlanner:
+            """Return a planner with process groups that nobody else uses."""
+            groups = ProcessGroups(dedicated=options.overlaps)
+            return memory_report.ForecastPlanner(options, groups, row_shards, **gpu)
+
+        plans = memory_report.plans_of(planner, self.param_groups, options, own)
+        return memory_report.predicted(plans, self.param_groups, options, rank, seen)
+
+    @classmethod
+    def memory_forecast(
+        cls,
+        params: Iterable,
+        *,
+        ranks: int = 1,
+        layout: str = "fsdp",
+        gpu_bytes: int = 80 << 30,
+        **arguments: object,
+    ) -> MemoryReport:
+        """The `memory_report` of an optimizer before its first step, on `ranks` GPUs that need not
+        exist: without process groups. Changes and steps nothing.
+
+        `params`: as for the constructor, of the whole model, plain, usually on the meta device.
+        `layout`: "fsdp", every parameter sharded along dim 0 by FSDP2, or "ddp", copies on all
+        ranks. `gpu_bytes`: memory of a GPU, of which the workspace is a share; times of an H200
+        divide the work. `arguments`: of the constructor, without process_group. For other layouts
+        shard the meta model over a mesh, and call `memory_report`. Raises ValueError for other
+        values, and what the constructor raises.
+        """
+        memory_report.check_forecast(ranks, layout, gpu_bytes, params, arguments)
+        at_owners = {key: arguments.pop(key) for key in AT_OWNERS if key in arguments}
+        opt = cls(memory_report.copied_groups(params), **arguments)
+        if layout == "ddp":
+            opt._options = replace(opt._options, process_group=AssumedRanks(ranks), **at_owners)
+        row_shards = ranks if layout == "fsdp" else None
+        return opt._forecast(0, None, row_shards, gpu_bytes=gpu_bytes)
 
     @waits_for_updates
     def release(self) -> None:
