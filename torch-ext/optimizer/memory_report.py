@@ -378,14 +378,15 @@ def _table_bytes(plans: Sequence[Plan]) -> int:
 
     Each launch over pieces has a record of 12 to 20 int64 for a piece, and two int64 for a block of
     BLOCK elements. Stored pieces are in two launches (pack, weight update), owned pieces of
-    matrices that lie whole in two more, direct matrices have two addresses for each row.
+    matrices that are copied into stacks in two more, direct matrices have two addresses per row.
     """
     nbytes = 0
     for plan in plans:
         nbytes += 8 * len(plan.params) + 4 * NUMBERS * len(plan.groups)
-        for _, rank_plan in plan.rank_plans or ():
+        for bucket, rank_plan in plan.rank_plans or ():
             direct = rank_plan.direct
             copied = [p for p in rank_plan.owned if p.matrix not in direct]
+            copied = copied if bucket.route != "local" else []
             for p in itertools.chain(2 * rank_plan.stored, 2 * copied):
                 nbytes += 8 * 16 + 16 * -(-p.numel // BLOCK)
             nbytes += sum(2 * 8 * m.rows for m in direct)

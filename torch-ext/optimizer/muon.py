@@ -1,5 +1,5 @@
 """The optimizer classes `Muon` and `NorMuon`: arguments, `step`, state-dict methods, `release`,
-`plan_report`.
+`plan_report`, `memory_report`.
 
 A step has three stages. Planning is collective, at the first step and when parameters or placements
 change (planning/). Binding is local, when memory has moved (execution/). Running launches kernels
