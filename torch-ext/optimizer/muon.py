@@ -27,6 +27,7 @@ from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
 from .memory_report import MemoryReport
 from .params import units, validation
+from .params.checks.group_values import check_seed, require
 from .params.checks.memory import check_memory
 from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
@@ -37,7 +38,7 @@ from .qk_clip.clip import QKClip
 from .report import Report, Stopwatch, report_of
 from .rules import check
 from .rules.decay import DECOUPLED
-from .rules.muon import MOMENTUM_FORMS, Scale
+from .rules.muon import MOMENTUM_FORMS, ROUNDINGS, Scale, adopt_rounding, count_drawn
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
@@ -84,6 +85,9 @@ class Muon(StateDictMethods):
         weights before the first step, kept as state `initial_weight`.
     momentum_form ("ema"): "sum": M <- mu M + G, nesterov: orthogonalize G + mu M, kept as state
         `momentum_sum`, as in Dion and Motif. Equal to "ema" while momentum is constant.
+    rounding ("nearest"), rounding_seed (0): of the bf16 weights of Muon's groups. "stochastic":
+        up or down at random, so that many small updates move a weight as far as in fp32
+        (docs/memory.md). Equal bits on all layouts; `state_dict` keeps seed and count of steps.
     rule (None): what a step computes, in groups without a key `rule`: a name of docs/rules.md or a
         subclass of `Rule`. Options of the rule are keys of groups. None: "muon", in `NorMuon`
         "normuon".
@@ -145,12 +149,18 @@ class Muon(StateDictMethods):
         rule: str | type[Rule] | None = None,
         decay: str = DECOUPLED,
         momentum_form: str = MOMENTUM_FORMS[0],
+        rounding: str = ROUNDINGS[0],
+        rounding_seed: int = 0,
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._rule = rule
+        is_known = isinstance(rounding, str) and rounding in ROUNDINGS
+        require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
+        check_seed("rounding_seed", rounding_seed)
+        self._rounding = rounding, rounding_seed
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
         self._options.check(group_has_ranks=has_process_group(params))
@@ -206,6 +216,7 @@ class Muon(StateDictMethods):
         self._preparation = Preparation()
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
+        self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys
 
     def _attach_clip(self) -> None:
         """Give `qk_clip` the parameters. Raises TypeError or ValueError if that is impossible."""
@@ -276,6 +287,7 @@ class Muon(StateDictMethods):
         if validation.is_adamw(group):
             return
         check.adopt(group, self._rule, validation.GROUP_KEYS)
+        adopt_rounding(group, *self._rounding)
         # Without a split there is no key: checkpoints from before keys were added have none, and
         # torch.distributed.checkpoint refuses to load fewer keys than groups have
         if "split" in group:
@@ -393,6 +405,8 @@ class Muon(StateDictMethods):
                 hook.on_error()
             raise
         self._half_way = False
+        if bound.inputs.draws and not creates_state:
+            count_drawn(self.param_groups)
         self._preparation.process_groups.end_step()
         bound.inputs.drop_gradients()
         if bound.nonfinite is not None:

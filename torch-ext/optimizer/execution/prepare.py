@@ -35,7 +35,7 @@ from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
-from ..rules.muon import comparable_scale, is_sum
+from ..rules.muon import comparable_scale, is_stochastic, is_sum
 from ..rules.rule import host_constants, rule_of
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
@@ -194,6 +194,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["adjust_lr_fn"],
         form_of_decay(group),
         is_sum(group),
+        is_stochastic(group),
         rule_of(group) if group["use_muon"] else None,
         forms,
         tuple(splits),
@@ -554,7 +555,9 @@ def _make_stores(
         of_plans = [(flags.flags, offset) for offset in flags.flag_offset]
     return [
         Store(plan, state, PlanInputViews(*views, *flags_of))
-        for plan, *views, flags_of in zip(plans, buffers.addresses, buffers.scalars, of_plans)
+        for plan, *views, flags_of in zip(
+            plans, buffers.addresses, buffers.scalars, buffers.keys, of_plans
+        )
     ]
 
 

@@ -59,9 +59,10 @@ class Phases:
         if not writes_weights(self.rule):
             return WeightUpdate(*arguments, **decay)
         # Validation has refused both, but a group may have changed in between
-        if decay.get("sums") or decay.get("decay", ALL) != ALL:
+        if decay.get("sums") or decay.get("decay", ALL) != ALL or decay.get("rounding"):
             raise ValueError(
-                f"rule {rule_name(type(self.rule))!r} has no other form of decay or momentum"
+                f"rule {rule_name(type(self.rule))!r} has no other form of decay, momentum or "
+                "rounding"
             )
         if self.rule.write_factors:
             return WeightUpdateByFactors(self, sent, *arguments)
