@@ -23,6 +23,7 @@ from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
 from .params.config import MuonConfig
 from .params.dtensor import gradient_dtype, is_dtensor, local_of
 from .params.layout import AssumedRanks, Layout, layout_by_rows, ranks_of_group
+from .params.validation import device_of
 from .planning.plan import Bucket
 from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
@@ -399,21 +400,12 @@ def measured(
     """Return key of a row -> bytes of this rank: of weights, state, workspace, tables and graphs
     that exist.
     """
-    found = Counter()
-    counted = set()  # memory of weights, gradients, state and workspace
-    home = None
-    for number, group in enumerate(groups):
-        for param in group["params"]:
-            local = local_of(param)
-            home = home or local.device.type
-            found[_key("weights", "weights", number, local.dtype)] += local.nbytes
-            counted.update(map(_memory_of, filter(torch.is_tensor, (param, param.grad))))
-            for key, value in state.get(param, {}).items():
-                if torch.is_tensor(value):
-                    value = local_of(value)
-                    where = "device" if value.device.type == home else "host"
-                    found[_key("state", key, number, value.dtype, where)] += value.nbytes
-                    counted.add(_memory_of(value))
+    found, counted = Counter(), set()
+    home = device_of(groups).type
+    for row, tensor in _held_by(groups, state):
+        found[row] += local_of(tensor).nbytes
+        counted.add(_memory_of(tensor))
+    counted.update(_memory_of(p.grad) for g in groups for p in g["params"] if p.grad is not None)
     for name, memory in _workspace_of(bound).items():
         found[_key("workspace", name, None, None)] += memory.nbytes()
         counted.add(memory.data_ptr())
@@ -426,6 +418,17 @@ def measured(
     if nbytes := sum(map(_pool_bytes, filter(None, graphs))):
         found[_key("graphs", "memory pools of CUDA graphs", None, None)] = nbytes
     return +found
+
+
+def _held_by(groups: Sequence[dict], state: Mapping) -> Iterator[tuple[Key, torch.Tensor]]:
+    """Yield (key of the row, tensor) of all weights and state."""
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            yield _key("weights", "weights", number, param.dtype), param
+            held = [(key, t) for key, t in state.get(param, {}).items() if torch.is_tensor(t)]
+            for key, value in held:
+                where = "device" if value.device.type == param.device.type else "host"
+                yield _key("state", key, number, value.dtype, where), value
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
