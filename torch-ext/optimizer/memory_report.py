@@ -20,10 +20,12 @@ from .execution.cuda_graphs import Graphs
 from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
 from .execution.workspace import buffer_name
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
+from .newton_schulz.coefficients import steps_of
 from .params.config import MuonConfig
 from .params.dtensor import gradient_dtype, is_dtensor, local_of
 from .params.layout import AssumedRanks, Layout, layout_by_rows, ranks_of_group
 from .params.validation import device_of
+from .planning.cost_model import CostModel
 from .planning.plan import Bucket
 from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
@@ -155,6 +157,12 @@ class ForecastPlanner(Planner):
         self.architecture = ASSUMED_GPU
         self.rank_bytes = self.options.workspace_bytes or min(2 << 30, self.gpu_bytes * 3 // 100)
         self.sends_once = True  # NCCL
+
+    def _cost_model(self, group: dict) -> CostModel:
+        """Return the cost model of the assumed GPU for parameters on the meta device."""
+        if self.device.type != "meta":
+            return super()._cost_model(group)
+        return CostModel(steps_of(group["ns_coefficients"], group["ns_steps"]), ASSUMED_GPU)
 
     def _layout(self, param: torch.Tensor, shape: tuple[int, ...] | None) -> Layout:
         """Return the layout of a parameter, or of a tensor of `shape` placed like it."""

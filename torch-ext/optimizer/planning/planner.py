@@ -20,7 +20,6 @@ import torch.distributed as dist
 from ..kernels.launch import precompile
 from ..kernels.launch.tile_config import architecture
 from ..newton_schulz import method
-from ..newton_schulz.coefficients import steps_of
 from ..newton_schulz.method import gain_side_by_side
 from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_placements
 from ..params.errors import names_in, names_of, warn_caller
@@ -184,6 +183,10 @@ class Planner:
         self.process_groups.find_backends(params, process_group)
         self.sends_once = self.process_groups.send_once(self.device)
 
+    def _cost_model(self, group: dict) -> CostModel:
+        """Return the cost model of a Muon group on the device."""
+        return CostModel.of(group, self.device)
+
     def _rank_plans(
         self, buckets: Sequence[Bucket], rank_plan: Callable[[Bucket, int], RankPlan]
     ) -> list[tuple[Bucket, RankPlan]]:
@@ -201,9 +204,7 @@ class Planner:
         layouts = self._layouts(params, splits)
         rule = rule_of(group)
         of_state = {s.key: self._layouts(params, splits, s.per) for s in rule.state}
-        cost_model = CostModel(
-            steps_of(group["ns_coefficients"], group["ns_steps"]), self.architecture
-        )
+        cost_model = self._cost_model(group)
         rank_bytes = self.rank_bytes
         inputs = self._plan_inputs(rule, cost_model, rank_bytes)
         buckets = make_plan(
