@@ -228,7 +228,7 @@ def others(arch: str, shared: int):
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=0))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=1))
-        for momenta, decay, rounds in itertools.product((False, True), (0, 1, 2), (False, True)):
+        for momenta, decay, rounds in itertools.product((False, True), (0, 1, 2), sorted({False, skips})):
             arguments = fresh if momenta else dict(
                 skip, **own, addresses=None, weight=None, update_momentum="i32")
             yield compile_for(arch, update._update_kernel, dict(
