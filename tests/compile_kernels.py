@@ -227,15 +227,15 @@ def others(arch: str, shared: int):
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=0))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=1))
-        for momenta, decay in itertools.product((False, True), (0, 1, 2)):
+        for momenta, decay, rounds in itertools.product((False, True), (0, 1, 2), sorted({False, skips})):
             arguments = fresh if momenta else dict(
                 skip, **own, addresses=None, weight=None, update_momentum="i32")
-            arguments |= dict(scales="*fp32", sent="*i64", factors="*fp32", MOMENTA=momenta, SUMS=skips,
-                              TYPE_4=TYPES["TYPE_2"])
-            yield compile_for(arch, update._update_kernel, dict(arguments, DECAY=decay, FACTORS=0))
+            arguments |= dict(scales="*fp32", sent="*i64", factors="*fp32", MOMENTA=momenta, SUMS=skips, keys="*i64",
+                              TYPE_4=TYPES["TYPE_2"], TYPE_5=TYPES["TYPE_2"])
+            yield compile_for(arch, update._update_kernel, dict(arguments, DECAY=decay, FACTORS=0, ROUNDS=rounds))
             if decay == 0:
                 for kind in (dict(DECAY=3, FACTORS=1), dict(DECAY=0, FACTORS=1), dict(DECAY=0, FACTORS=2, ACCESS=1)):
-                    yield compile_for(arch, update._update_kernel, {**arguments, **kind})
+                    yield compile_for(arch, update._update_kernel, {**arguments, **kind, "ROUNDS": rounds})
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  programs="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, o_strides=ROW_MAJOR, v_strides=("i32", 1, 1),
                  x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0,

@@ -135,7 +135,7 @@ def test_errors_say_what_to_do(monkeypatch, optimizer):
 
 
 def test_bytes_are_readable(optimizer):
-    read = part("report")._bytes
+    read = part("report").as_bytes
     assert [read(n) for n in (0, 1023, 1024, 3 << 20, 5 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 MiB", "5120.0 GiB"]
 
 

@@ -1,5 +1,5 @@
 """The optimizer classes `Muon` and `NorMuon`: arguments, `step`, state-dict methods, `release`,
-`plan_report`.
+`plan_report`, `memory_report`.
 
 A step has three stages. Planning is collective, at the first step and when parameters or placements
 change (planning/). Binding is local, when memory has moved (execution/). Running launches kernels
@@ -18,25 +18,27 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from . import pipeline
+from . import memory_report, pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
-from .communication.process_groups import check_process_group, world_now
+from .communication.process_groups import ProcessGroups, check_process_group, world_now
 from .execution.cuda_graphs import check_environment, on_device
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
+from .memory_report import MemoryReport
 from .params import units, validation
+from .params.checks.group_values import check_seed, require
 from .params.checks.memory import check_memory
 from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
-from .params.layout import this_rank
+from .params.layout import AssumedRanks, this_rank
 from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
 from .qk_clip.clip import QKClip
 from .report import Report, Stopwatch, report_of
 from .rules import check
 from .rules.decay import DECOUPLED
-from .rules.muon import MOMENTUM_FORMS, Scale
+from .rules.muon import MOMENTUM_FORMS, ROUNDINGS, Scale, adopt_rounding, count_drawn
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
@@ -51,6 +53,7 @@ def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
     return world
 
 
+AT_OWNERS = ("shard_state", "grads_are_reduced")  # arguments that need a process group
 NEVER_BOUND = "before the first step, nor after release()"
 
 
@@ -82,6 +85,9 @@ class Muon(StateDictMethods):
         weights before the first step, kept as state `initial_weight`.
     momentum_form ("ema"): "sum": M <- mu M + G, nesterov: orthogonalize G + mu M, kept as state
         `momentum_sum`, as in Dion and Motif. Equal to "ema" while momentum is constant.
+    rounding ("nearest"), rounding_seed (0): of the bf16 weights of Muon's groups. "stochastic":
+        up or down at random, so that many small updates move a weight as far as in fp32
+        (docs/memory.md). Equal bits on all layouts; `state_dict` keeps seed and count of steps.
     rule (None): what a step computes, in groups without a key `rule`: a name of docs/rules.md or a
         subclass of `Rule`. Options of the rule are keys of groups. None: "muon", in `NorMuon`
         "normuon".
@@ -143,12 +149,18 @@ class Muon(StateDictMethods):
         rule: str | type[Rule] | None = None,
         decay: str = DECOUPLED,
         momentum_form: str = MOMENTUM_FORMS[0],
+        rounding: str = ROUNDINGS[0],
+        rounding_seed: int = 0,
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._rule = rule
+        is_known = isinstance(rounding, str) and rounding in ROUNDINGS
+        require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
+        check_seed("rounding_seed", rounding_seed)
+        self._rounding = rounding, rounding_seed
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
         self._options.check(group_has_ranks=has_process_group(params))
@@ -204,6 +216,7 @@ class Muon(StateDictMethods):
         self._preparation = Preparation()
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
+        self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys
 
     def _attach_clip(self) -> None:
         """Give `qk_clip` the parameters. Raises TypeError or ValueError if that is impossible."""
@@ -274,6 +287,7 @@ class Muon(StateDictMethods):
         if validation.is_adamw(group):
             return
         check.adopt(group, self._rule, validation.GROUP_KEYS)
+        adopt_rounding(group, *self._rounding)
         # Without a split there is no key: checkpoints from before keys were added have none, and
         # torch.distributed.checkpoint refuses to load fewer keys than groups have
         if "split" in group:
@@ -391,6 +405,8 @@ class Muon(StateDictMethods):
                 hook.on_error()
             raise
         self._half_way = False
+        if bound.inputs.draws and not creates_state:
+            count_drawn(self.param_groups)
         self._preparation.process_groups.end_step()
         bound.inputs.drop_gradients()
         if bound.nonfinite is not None:
@@ -476,6 +492,68 @@ class Muon(StateDictMethods):
             )
         run = self._backward_overlap.pipeline_run
         return report_of(self._bound.all_jobs, this_rank(), self._watch, run)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes by kind, of this rank and of the rank with the most: weights, gradients, state,
+        workspace, tables, memory of CUDA graphs. Print the report, or read its numbers.
+
+        Before the first step, and after release(), as a step with gradients of all parameters would
+        take them: state and workspace to the byte, tables about; graphs are not known. Else state,
+        workspace, tables and graphs of this rank are measured. The largest rank is always
+        predicted, and so are gradients and copies that AdamW makes during a step. Not counted: what
+        the model, NCCL, the driver and torch's allocator take besides. Not collective.
+        """
+        itself = self._itself()
+        bound, prepared = itself._bound, itself._preparation
+        seen = None
+        if bound.all_jobs:
+            graphs = (prepared.graphs, prepared.adamw_graphs)
+            seen = memory_report.measured(bound, itself.param_groups, itself.state, graphs)
+        return itself._forecast(this_rank(), seen)
+
+    def _forecast(
+        self, rank: int, seen: Mapping | None = None, row_shards: int | None = None, **gpu: object
+    ) -> MemoryReport:
+        """Plan without a step, and return the report of the plan. Arguments as in
+        `memory_report.predicted` and `memory_report.ForecastPlanner`.
+        """
+        options, own = self._options, self._options_by_group()
+
+        def planner() -> memory_report.ForecastPlanner:
+            """Return a planner with process groups that nobody else uses."""
+            groups = ProcessGroups(dedicated=options.overlaps)
+            return memory_report.ForecastPlanner(options, groups, row_shards, **gpu)
+
+        plans = memory_report.plans_of(planner, self.param_groups, options, own)
+        return memory_report.predicted(plans, self.param_groups, options, rank, seen)
+
+    @classmethod
+    def memory_forecast(
+        cls,
+        params: Iterable,
+        *,
+        ranks: int = 1,
+        layout: str = "fsdp",
+        gpu_bytes: int = 80 << 30,
+        **arguments: object,
+    ) -> MemoryReport:
+        """The `memory_report` of an optimizer before its first step, on `ranks` GPUs that need not
+        exist: without process groups. Changes and steps nothing.
+
+        `params`: as for the constructor, of the whole model, plain, usually on the meta device.
+        `layout`: "fsdp", every parameter sharded along dim 0 by FSDP2, or "ddp", copies on all
+        ranks. `gpu_bytes`: memory of a GPU, of which the workspace is a share; times of an H200
+        divide the work. `arguments`: of the constructor, without process_group. For other layouts
+        shard the meta model over a mesh, and call `memory_report`. Raises ValueError for other
+        values, and what the constructor raises.
+        """
+        memory_report.check_forecast(ranks, layout, gpu_bytes, params, arguments)
+        at_owners = {key: arguments.pop(key) for key in AT_OWNERS if key in arguments}
+        opt = cls(memory_report.copied_groups(params), **arguments)
+        if layout == "ddp":
+            opt._options = replace(opt._options, process_group=AssumedRanks(ranks), **at_owners)
+        row_shards = ranks if layout == "fsdp" else None
+        return opt._forecast(0, None, row_shards, gpu_bytes=gpu_bytes)
 
     @waits_for_updates
     def release(self) -> None:

@@ -165,7 +165,7 @@ class Row:
             str(self.ranks),
             shapes,
             str(self.mine),
-            *map(_bytes, nbytes),
+            *map(as_bytes, nbytes),
             "-" if self.balance is None else f"{self.balance:.3f}",
             *("-" if ms is None else f"{ms:.3f} ms" for ms in times),
         ]
@@ -206,8 +206,8 @@ class Report:
 
     def _sums(self) -> Iterator[str]:
         """The lines below the table."""
-        parts = ", ".join(f"{name} {_bytes(nbytes)}" for name, nbytes in self.workspace.items())
-        yield f"workspace: {_bytes(sum(self.workspace.values()))} ({parts})"
+        parts = ", ".join(f"{name} {as_bytes(nbytes)}" for name, nbytes in self.workspace.items())
+        yield f"workspace: {as_bytes(sum(self.workspace.values()))} ({parts})"
         if self.balance is not None:
             least = self.least_load * len(self.loads) / sum(self.loads.values())
             yield (
@@ -411,7 +411,7 @@ def workspace_of(updates: Sequence[BucketUpdate]) -> dict[str, int]:
     return dict(sizes)
 
 
-def _bytes(count: float) -> str:
+def as_bytes(count: float) -> str:
     """A number of bytes as text, in the largest unit below the number."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":

@@ -33,7 +33,7 @@ from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack
 from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..kernels.elementwise.row_scattered import ScatteredMatrices, stays
-from ..kernels.elementwise.weight_update import TO_INITIAL, WeightUpdate
+from ..kernels.elementwise.weight_update import TO_INITIAL, StochasticRounding, WeightUpdate
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..pipeline import BucketUpdate, Running
@@ -42,7 +42,7 @@ from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan, sent_piece
 from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
-from ..rules.muon import is_sum
+from ..rules.muon import is_stochastic, is_sum
 from ..rules.phases import AnyWeightUpdate, PackByRule, Phases
 from ..rules.rule import (
     MuonConstants,
@@ -179,10 +179,16 @@ class BoundUpdate(BucketUpdate):
         return [{name: views[sent_piece(p, name, per)] for name, per in sends} for p in pieces]
 
     def _form_args(self, pieces: Sequence[Piece]) -> dict[str, object]:
-        """Arguments of `WeightUpdate` that say how `pieces` decay, and the form of M."""
+        """Arguments of `WeightUpdate` that say how `pieces` decay and are rounded, and the form of
+        M.
+        """
         form = form_of(self.group)
         initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
-        return {"decay": form, "initial": initial, "sums": is_sum(self.group)}
+        found = {"decay": form, "initial": initial, "sums": is_sum(self.group)}
+        if is_stochastic(self.group):
+            positions = self.store.positions(pieces)
+            found["rounding"] = StochasticRounding(positions, self.store.keys)
+        return found
 
     def _groups(self, pieces: Sequence[Piece]) -> list[int]:
         """Number of the parameter group of each piece, in `Store.groups`."""

@@ -36,6 +36,7 @@ FIXED = (
     "rule",
     "decay",
     "momentum_form",
+    "rounding",
     "process_group",  # refused if it comes late
 )
 RULE = FIXED.index("rule")

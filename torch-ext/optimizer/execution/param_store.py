@@ -6,6 +6,8 @@ gradient with placements different from the parameter's.
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..communication.redistribute import to_parameter_placements
-from ..kernels.elementwise.multi_tensor import Skip, Source
+from ..kernels.elementwise.multi_tensor import Positions, Skip, Source
 from ..params import errors
 from ..params.dtensor import (
     gradient_dtype,
@@ -23,6 +25,7 @@ from ..params.dtensor import (
     raw_locals,
 )
 from ..params.layout import this_rank, zeros_with_placements
+from ..params.param_groups import clean_name
 from ..params.validation import check_gradients, gradient_of
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
@@ -37,6 +40,7 @@ class PlanInputViews:
     # int64 addresses of gradients; None without Triton
     addresses: torch.Tensor | None = None
     scalars: torch.Tensor | None = None  # fp32 `device_scalars` of all groups
+    keys: torch.Tensor | None = None  # int64 `rounding_key` of all groups, empty if none draws
     flags: torch.Tensor | None = None  # fp32 non-finite flags of the whole step; None: no check
     # Parameter index -> index in `flags` of its first non-finite flag
     flag_offset: Mapping[int, int] = field(default_factory=dict)
@@ -65,6 +69,7 @@ class Store:
         self.group_of = plan.group_of or [0] * len(plan.params)  # index of each parameter's group
         self.addresses = inputs.addresses
         self.scalars = inputs.scalars
+        self.keys = inputs.keys
         self.flags = inputs.flags
         self.flag_offset = inputs.flag_offset
         self.splits = list(map(plan.split, range(len(plan.params))))
@@ -218,6 +223,30 @@ class Store:
             self._view(s, p) if first is None else s[first : first + p.shape[0]]
             for s, p, first in zip(locals_, pieces, first_rows)
         ]
+
+    def positions(self, pieces: Sequence[Piece]) -> list[Positions]:
+        """Number of each element of pieces of matrices: row-major in all matrices of its parameter,
+        wherever they are stored. Parameters with names begin far apart, so that they draw different
+        random bits; ranks compare given names.
+        """
+        found = []
+        for p in pieces:
+            *leading, R, C = self.layouts["matrix"][p.matrix.param].shape
+            number = 0
+            for size, index in zip(leading, p.matrix.at):
+                number = number * size + index
+            first = (number * R + p.start[0]) * C + p.start[1]
+            found.append(Positions(first + self.firsts[p.matrix.param], p.shape, C))
+        return found
+
+    @functools.cached_property
+    def firsts(self) -> list[int]:
+        """First number of the elements of each parameter, see `positions`: from the name without
+        prefixes of wrappers; 0 without a given name.
+        """
+        names = [None if name.startswith("#") else clean_name(name) for name in self.names]
+        # 27 bits above the 32 low bits of a number
+        return [0 if n is None else (zlib.crc32(n.encode()) >> 5) << 32 for n in names]
 
     def skip(self, pieces: Sequence[Piece]) -> Skip | None:
         """Pieces left unchanged by launches if the flag of the matrix is set at run time (see

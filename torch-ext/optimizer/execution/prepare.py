@@ -26,6 +26,7 @@ from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
 from ..params.dtensor import form_of, is_dtensor, local_of
 from ..params.errors import name_in, warn_caller
+from ..params.layout import ranks_of_group
 from ..params.units import shapes_of, splits_by_id
 from ..params.validation import check_changed_groups, device_of
 from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Job, Pause, StepHook, precompile_kernels
@@ -34,7 +35,7 @@ from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
-from ..rules.muon import comparable_scale, is_sum
+from ..rules.muon import comparable_scale, is_stochastic, is_sum
 from ..rules.rule import host_constants, rule_of
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
@@ -75,7 +76,7 @@ def select_params(
     process_group). Warns of a shared parameter with a gradient but without requires_grad.
     """
     parts = []
-    for group, part_options, members in _by_process_group(groups, options, own):
+    for group, part_options, members in by_process_group(groups, options, own):
         is_shared = part_options.process_group is not None
         params = [p for p in members if (not is_shared and not is_dtensor(p)) == alone]
         # Ranks must plan alike, so shared parameters are chosen by requires_grad, and
@@ -103,7 +104,7 @@ def select_params(
     return found, keys
 
 
-def _by_process_group(
+def by_process_group(
     groups: Sequence[dict], options: MuonConfig, own: Sequence[MuonConfig]
 ) -> list[tuple[dict, MuonConfig, list[torch.Tensor]]]:
     """Return [(group, options, parameters)]: the plain parameters of a group with a process
@@ -138,8 +139,7 @@ def step_together(parts: Sequence[Part]) -> list[GroupParams]:
         # plans move state by collectives, and in the order of the groups ranks could wait for each
         # other in a circle. AdamW groups of equal ranks keep the order of the groups.
         process_group = options.process_group
-        ranks = () if process_group is None else dist.get_process_group_ranks(process_group)
-        by_ranks = bucket_sort_key(tuple(ranks))
+        by_ranks = bucket_sort_key(() if process_group is None else ranks_of_group(process_group))
         key = by_ranks, 1, -1 if options.owner_keeps_state else number, ""
         if group["use_muon"]:
             scale = group["adjust_lr_fn"]
@@ -194,6 +194,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["adjust_lr_fn"],
         form_of_decay(group),
         is_sum(group),
+        is_stochastic(group),
         rule_of(group) if group["use_muon"] else None,
         forms,
         tuple(splits),
@@ -554,7 +555,9 @@ def _make_stores(
         of_plans = [(flags.flags, offset) for offset in flags.flag_offset]
     return [
         Store(plan, state, PlanInputViews(*views, *flags_of))
-        for plan, *views, flags_of in zip(plans, buffers.addresses, buffers.scalars, of_plans)
+        for plan, *views, flags_of in zip(
+            plans, buffers.addresses, buffers.scalars, buffers.keys, of_plans
+        )
     ]
 
 
@@ -578,17 +581,8 @@ def _bind(
             jobs.append((AdamWUpdate(store, label, written, own_graphs), plan.group))
     # Labels count as `plan_report` does, where AdamW's updates come last with capturable
     skipped = len(jobs) if options.capturable else 0
-    tasks = _sorted_buckets(plans, stores, options)
-    buffer_count, local_number = _buffer_counts([bucket for _, _, bucket, _ in tasks], options)
-    workspace = Workspace(buffer_count, stores[0].device if stores else None)
-    # Buckets with all-to-alls use bucket buffers in turn, local buckets all the same buffer
-    numbers = []
-    travelling = 0
-    for _, _, bucket, rank_plan in tasks:
-        travels = BUCKET_UPDATES[bucket.route].travels
-        numbers.append(travelling if travels else local_number)
-        travelling += travels
-        workspace.reserve(numbers[-1], rank_plan)
+    tasks = sorted_buckets(plans, stores, options)
+    workspace, numbers = reserve(tasks, options, stores[0].device if stores else None)
     ranks = None
     for (store, group, bucket, rank_plan), number in zip(tasks, numbers):
         kind = BUCKET_UPDATES[bucket.route]
@@ -604,7 +598,7 @@ def _bind(
             group=group,
             process_group=process_groups.get_or_create(bucket.ranks) if kind.travels else None,
             memory=workspace.views_for(number, rank_plan),
-            buffer_index=number % buffer_count,
+            buffer_index=number % workspace.buffer_count,
             graphs=bucket_graphs,
             label=_label(len(jobs) - skipped, bucket, store),
             written=written,
@@ -613,8 +607,27 @@ def _bind(
     return jobs
 
 
-def _sorted_buckets(
-    plans: Sequence[Plan], stores: Sequence[Store], options: MuonConfig
+def reserve(
+    tasks: Sequence[BucketTask], options: MuonConfig, device: torch.device | None = None
+) -> tuple[Workspace, list[int]]:
+    """Return (workspace with the bytes of all buckets counted, number of each bucket in it).
+    Allocates nothing. `device`: None if no memory will be taken.
+    """
+    buffer_count, local_number = _buffer_counts([bucket for _, _, bucket, _ in tasks], options)
+    workspace = Workspace(buffer_count, device)
+    # Buckets with all-to-alls use bucket buffers in turn, local buckets all the same buffer
+    numbers = []
+    travelling = 0
+    for _, _, bucket, rank_plan in tasks:
+        travels = BUCKET_UPDATES[bucket.route].travels
+        numbers.append(travelling if travels else local_number)
+        travelling += travels
+        workspace.reserve(numbers[-1], rank_plan)
+    return workspace, numbers
+
+
+def sorted_buckets(
+    plans: Sequence[Plan], stores: Sequence[Store | None], options: MuonConfig
 ) -> list[BucketTask]:
     """Buckets of all plans in the order of a step.
 

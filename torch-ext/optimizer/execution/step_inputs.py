@@ -17,6 +17,7 @@ from ..kernels.backend import capturing, use_triton
 from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..planning.memory_model import ALIGNMENT
 from ..planning.planner import Plan
+from ..rules.muon import is_stochastic, rounding_key
 from ..rules.rule import device_scalars
 from .fingerprint import StepFingerprint
 from .param_store import Store
@@ -37,6 +38,9 @@ class InputBuffers:
         self.device = device
         addresses, end = _lay_out([8 * len(plan.params) for plan in plans], 0)
         scalars, end = _lay_out([4 * NUMBERS * len(plan.groups) for plan in plans], end)
+        # Random bits are drawn by 64-bit keys, only where a group has stochastic rounding
+        self.draws = any(is_stochastic(group) for plan in plans for group in plan.groups)
+        keys, end = _lay_out([8 * len(plan.groups) * self.draws for plan in plans], end)
         flags, end = _lay_out([4 * count for count in flag_counts.values()], end)
         self.memory = torch.zeros(end, dtype=torch.uint8, device=device)
         # Of each plan: int64 addresses of the gradients; None without Triton, because torch's
@@ -46,6 +50,8 @@ class InputBuffers:
             self.addresses = [self.memory[place].view(torch.int64) for place in addresses]
         # Of each plan: fp32 `device_scalars` of each group
         self.scalars = [self.memory[place].view(torch.float32) for place in scalars]
+        # Of each plan: int64 `rounding_key` of each group
+        self.keys = [self.memory[place].view(torch.int64) for place in keys]
         # Ranks -> (fp32 flags: this rank has the gradient; fp32 flags: any rank has the gradient).
         # The step uploads the first, an all-reduce fills the second.
         self.flags: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -54,7 +60,11 @@ class InputBuffers:
             self.flags[ranks] = mine, torch.empty_like(mine)
         # Packs all values as the device reads them: native byte order, gaps as in `_lay_out`
         self.packer = struct.Struct(
-            "=" + _format(addresses, "q", 8) + _format(scalars, "f", 4) + _format(flags, "f", 4)
+            "="
+            + _format(addresses, "q", 8)
+            + _format(scalars, "f", 4)
+            + _format(keys, "q", 8)
+            + _format(flags, "f", 4)
         )
 
 
@@ -78,6 +88,7 @@ class StepInputs:
         self.device = buffers.device
         self.memory = buffers.memory
         self.packer = buffers.packer
+        self.draws = buffers.draws  # a group has stochastic rounding
         # Bytes that the device holds; None if a graph may have written others on replay
         self.uploaded: bytes | None = b""
         self.replayed = False  # a captured graph contains an upload
@@ -117,8 +128,16 @@ class StepInputs:
         for store in self.stores:
             for group in store.groups:
                 values += device_scalars(group)
+        if self.draws:
+            values += [rounding_key(group) for store in self.stores for group in store.groups]
         packed = self.packer.pack(*values, *self.missing.local_flags())
         if capturing(self.device):
+            if self.draws:
+                raise RuntimeError(
+                    "rounding='stochastic' inside a CUDA graph of your own, whose replays would "
+                    "repeat the random bits of this step: call step() outside of it, with "
+                    "capturable=True if the step is to be a graph"
+                )
             self._copy_in_capture(packed)
         elif packed != self.uploaded:
             self._copy_to_device(packed)

@@ -59,6 +59,11 @@ class Workspace:
         return number % self.buffer_count if memory == "bucket_buffer" else memory
 
 
+def buffer_name(key: int | str) -> str:
+    """Return the name of a buffer in reports: "bucket buffer <index>" or "shared scratch"."""
+    return f"bucket buffer {key}" if isinstance(key, int) else "shared scratch"
+
+
 def views_like(
     lists: Sequence[Sequence[torch.Tensor]], flat: torch.Tensor
 ) -> list[list[torch.Tensor]]:

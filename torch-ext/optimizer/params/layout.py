@@ -223,6 +223,30 @@ def _overlaps(
     return found
 
 
+@dataclass(frozen=True)
+class AssumedRanks:
+    """Stands for the process group of ranks 0 to `count` - 1 in a forecast: there are no ranks."""
+
+    count: int
+
+
+def ranks_of_group(group: dist.ProcessGroup | AssumedRanks) -> tuple[int, ...]:
+    """The global ranks of a process group, in its order."""
+    if isinstance(group, AssumedRanks):
+        return tuple(range(group.count))
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def layout_by_rows(shape: Sequence[int], count: int) -> Layout:
+    """The layout of a tensor that FSDP2 shards along dim 0 over ranks 0 to `count` - 1."""
+    if not shape:  # a scalar is on every rank
+        return Layout((), dict.fromkeys(range(count), ()), tuple((r,) for r in range(count)))
+    ends = itertools.accumulate(row_chunks(shape[0], count), initial=0)
+    others = tuple((0, n) for n in shape[1:])
+    boxes = {rank: (side, *others) for rank, side in enumerate(itertools.pairwise(ends))}
+    return Layout(tuple(shape), boxes, (tuple(range(count)),), plain=False)
+
+
 def zeros_with_placements(
     param: DTensor, placements: Sequence[Placement], dtype: torch.dtype
 ) -> DTensor:
@@ -248,7 +272,7 @@ def layout_of(
     shape = tuple(param.shape if shape is None else shape)
     if is_dtensor(param):
         return _dtensor_layout(param, shape)
-    ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
+    ranks = (this_rank(),) if group is None else ranks_of_group(group)
     return Layout(
         shape, dict.fromkeys(ranks, tuple((0, n) for n in shape)), tuple((r,) for r in ranks)
     )

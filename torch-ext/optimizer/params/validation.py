@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.decay import DECOUPLED
-from ..rules.muon import MOMENTUM_FORMS
+from ..rules.muon import DRAWN_KEY, MOMENTUM_FORMS, ROUNDINGS, SEED_KEY, is_stochastic
 from ..rules.rule import RULES, number_of, reads_gradients, rule_of
 from .checks.group_values import (
     BELOW_ONE,
@@ -64,11 +64,20 @@ GROUP_KEYS = frozenset(
         "process_group",
         "decay",
         "momentum_form",
+        "rounding",
+        "rounding_seed",
+        "rounding_step",
     )
 )
 # Keys that a group has only if they were given -> default. So checkpoints from before a key was
 # added fit: torch.distributed.checkpoint refuses to load fewer keys than groups have
-OPTIONAL_KEYS = {"decay": DECOUPLED, "momentum_form": MOMENTUM_FORMS[0]}
+OPTIONAL_KEYS = {
+    "decay": DECOUPLED,
+    "momentum_form": MOMENTUM_FORMS[0],
+    "rounding": ROUNDINGS[0],
+    SEED_KEY: 0,
+    DRAWN_KEY: 0,
+}
 # Keys that learning-rate schedulers add
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 # Keys of torch and torchtitan, allowed though without effect
@@ -521,6 +530,12 @@ def check_param(param: torch.Tensor, name: str, group: dict) -> None:
         raise ValueError(
             f"{what} has dtype {param.dtype}; Muon steps float32, bfloat16 and float16 only: "
             "convert it, or put it into a group with use_muon=False"
+        )
+    if use_muon and is_stochastic(group) and param.dtype != torch.bfloat16:
+        raise ValueError(
+            f"{what} has dtype {param.dtype}, but rounding='stochastic' is for bf16 weights only: "
+            "fp32 weights keep small updates, and fp16 has other bits. Leave rounding out, or put "
+            "the parameter into a group with rounding='nearest'"
         )
     if use_muon and param.ndim < 2:
         raise ValueError(

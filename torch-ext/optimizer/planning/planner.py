@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from ..newton_schulz import method
 from ..newton_schulz.method import gain_side_by_side
 from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_placements
 from ..params.errors import names_in, names_of, warn_caller
-from ..params.layout import Layout, layout_of, row_chunks, this_rank
+from ..params.layout import Layout, layout_of, ranks_of_group, row_chunks, this_rank
 from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable, splits_by_id
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
@@ -152,12 +152,7 @@ class Planner:
             check_param(p, names[number][p], groups[number])
         for own, known in zip(groups, names):
             check_splits(own, known, strides=False)
-        self.device = local_of(params[0]).device
-        self.latency = latency_bytes(architecture(self.device.type, self.device.index))
-        precompile.preload_compiler(
-            self.device
-        )  # imports Triton in a thread, while ranks compare plans
-        self.process_groups.find_backends(params, process_group)
+        self._find_hardware(params, process_group)
         if group["use_muon"]:
             return [self._matrices(groups, params, group_of)]
         # Chunks of a plan share all-to-all buffers, so a plan has a single dtype. Without chunks
@@ -174,6 +169,32 @@ class Planner:
             return [self._chunks(groups, *zip(*part)) for part in by_dtype.values()]
         return [self._elementwise(group, [p for p, _ in part]) for part in by_dtype.values()]
 
+    def _find_hardware(
+        self, params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None
+    ) -> None:
+        """Set the device of the parameters and what plans depend on: the device's architecture and
+        memory, and what its all-to-alls can do.
+        """
+        self.device = local_of(params[0]).device
+        self.architecture = architecture(self.device.type, self.device.index)
+        self.rank_bytes = self.options.workspace_limit_bytes(self.device)
+        # Imports Triton in a thread, while ranks compare plans
+        precompile.preload_compiler(self.device)
+        self.process_groups.find_backends(params, process_group)
+        self.sends_once = self.process_groups.send_once(self.device)
+
+    def _cost_model(self, group: dict) -> CostModel:
+        """Return the cost model of a Muon group on the device."""
+        return CostModel.of(group, self.device)
+
+    def _rank_plans(
+        self, buckets: Sequence[Bucket], rank_plan: Callable[[Bucket, int], RankPlan]
+    ) -> list[tuple[Bucket, RankPlan]]:
+        """Return [(bucket, this rank's part)] of the buckets with this rank. `rank_plan`: returns
+        the part of a bucket on a rank.
+        """
+        return [(b, rank_plan(b, self.rank)) for b in buckets if self.rank in b.ranks]
+
     def _matrices(
         self, groups: Sequence[dict], params: Sequence[torch.Tensor], group_of: Sequence[int]
     ) -> Plan:
@@ -183,8 +204,8 @@ class Planner:
         layouts = self._layouts(params, splits)
         rule = rule_of(group)
         of_state = {s.key: self._layouts(params, splits, s.per) for s in rule.state}
-        cost_model = CostModel.of(group, self.device)
-        rank_bytes = self.options.workspace_limit_bytes(self.device)
+        cost_model = self._cost_model(group)
+        rank_bytes = self.rank_bytes
         inputs = self._plan_inputs(rule, cost_model, rank_bytes)
         buckets = make_plan(
             layouts,
@@ -196,19 +217,16 @@ class Planner:
             minimize_workspace=self.options.workspace_bytes is None,
             state_layouts=of_state,
         )
+        latency = latency_bytes(self.architecture)
         if self.options.overlap_backward:
-            buckets = along_backward(buckets, layouts, cost_model, inputs, self.latency, of_state)
+            buckets = along_backward(buckets, layouts, cost_model, inputs, latency, of_state)
         elif self.options.overlap_forward:
             buckets = along_forward(
-                buckets, layouts, cost_model, inputs, self.latency, rank_bytes, of_state
+                buckets, layouts, cost_model, inputs, latency, rank_bytes, of_state
             )
         self._check_workspace_bytes(buckets, "one matrix per rank")
-        # Ranks outside `b.ranks` have nothing of the bucket
-        rank_plans = [
-            (b, rank_plan_of(b, self.rank, layouts, of_state, inputs))
-            for b in buckets
-            if self.rank in b.ranks
-        ]
+        part_of = partial(rank_plan_of, layouts=layouts, state_layouts=of_state, inputs=inputs)
+        rank_plans = self._rank_plans(buckets, part_of)
         return Plan(
             tuple(groups),
             params,
@@ -233,7 +251,7 @@ class Planner:
             {s.key: s.per for s in rule.state},
             tuple(rule.sends.items()),
             weight_dtype(rule, self.options.wire_dtype).itemsize if rule.reads_weight else 0,
-            self.process_groups.send_once(self.device),
+            self.sends_once,
             partial(method.scratch_bytes, steps=cost_model.steps, dtype=products),
             scattered if rule.takes_scattered_rows else never,
             gain_side_by_side,
@@ -268,9 +286,7 @@ class Planner:
     def _ranks(self) -> tuple[int, ...]:
         """Return the global ranks of the user's process group; this rank alone without a group."""
         process_group = self.options.process_group
-        if process_group is None:
-            return (self.rank,)
-        return tuple(dist.get_process_group_ranks(process_group))
+        return (self.rank,) if process_group is None else ranks_of_group(process_group)
 
     def _elementwise(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
         """Return the plan of AdamW parameters without buckets: every rank steps what is stored."""
@@ -296,19 +312,21 @@ class Planner:
             gradient_dtype(params[0]).itemsize,
             params[0].dtype.itemsize,
             state_dtype.itemsize,
-            self.process_groups.send_once(self.device),
+            self.sends_once,
             self.options.grads_are_reduced,
         )
-        rank_bytes = self.options.workspace_limit_bytes(self.device)
+        latency = latency_bytes(self.architecture)
         if self.options.overlap_backward:
-            buckets = chunks_along_backward(shapes, ranks, inputs, self.latency)
+            buckets = chunks_along_backward(shapes, ranks, inputs, latency)
         elif self.options.overlap_forward:
-            buckets = chunks_along_forward(shapes, ranks, inputs, self.latency, rank_bytes)
+            buckets = chunks_along_forward(shapes, ranks, inputs, latency, self.rank_bytes)
         else:
-            buckets = plan_chunks(shapes, ranks, rank_bytes, inputs)
+            buckets = plan_chunks(shapes, ranks, self.rank_bytes, inputs)
         self._check_workspace_bytes(buckets, "one row of a parameter per rank")
         state_rows = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
-        rank_plans = [(b, chunk_rank_plan(b, shapes, self.rank, inputs)) for b in buckets]
+        rank_plans = self._rank_plans(
+            buckets, lambda bucket, rank: chunk_rank_plan(bucket, shapes, rank, inputs)
+        )
         return Plan(
             tuple(groups),
             list(params),
@@ -340,9 +358,13 @@ class Planner:
         for key, p, split in zip(keys, params, splits):
             if key not in known:
                 shape = split.state_shape(p.shape, per) if per else None
-                layout = layout_of(p, self.options.process_group, shape)
+                layout = self._layout(p, shape)
                 known[key] = layout.as_matrices(split, tuple(p.shape) if per else None, per)
         return [known[key] for key in keys]
+
+    def _layout(self, param: torch.Tensor, shape: tuple[int, ...] | None) -> Layout:
+        """Return the layout of a parameter, or of a tensor of `shape` placed like it."""
+        return layout_of(param, self.options.process_group, shape)
 
     def check_bucket_buffers(self) -> None:
         """Raise ValueError if the buckets of all groups exceed `workspace_bytes` with

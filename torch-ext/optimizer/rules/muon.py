@@ -46,6 +46,52 @@ def is_sum(group: Mapping[str, Any]) -> bool:
     return group.get("momentum_form") == "sum"
 
 
+# Allowed values of `rounding`, how new weights are rounded; the first is the default
+ROUNDINGS = ("nearest", "stochastic")
+# Keys of a group with stochastic rounding: the seed, and how many steps have drawn from it
+SEED_KEY, DRAWN_KEY = "rounding_seed", "rounding_step"
+MASK_64 = (1 << 64) - 1
+
+
+def is_stochastic(group: Mapping[str, Any]) -> bool:
+    """Return whether the weights of a group are rounded stochastically."""
+    return group.get("rounding") == "stochastic"
+
+
+def adopt_rounding(group: dict[str, Any], rounding: str, seed: int) -> None:
+    """Add the keys of stochastic rounding to a new Muon group, in place. `rounding`, `seed`: of the
+    optimizer; the group's own come first.
+    """
+    if rounding != ROUNDINGS[0]:
+        group.setdefault("rounding", rounding)
+    if is_stochastic(group):
+        group.setdefault(SEED_KEY, seed)
+        group.setdefault(DRAWN_KEY, 0)
+
+
+def rounding_key(group: Mapping[str, Any]) -> int:
+    """Return the key of the random bits of a step of a group: 64 bits, as a signed integer. A hash
+    of seed and step by the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+    """
+    key = _mix(_mix(int(group.get(SEED_KEY, 0))) + int(group.get(DRAWN_KEY, 0)))
+    return key - (1 << 64) if key >> 63 else key
+
+
+def _mix(x: int) -> int:
+    """Return the next value of SplitMix64 after the state `x`."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return x ^ (x >> 31)
+
+
+def count_drawn(groups: Iterable[dict[str, Any]]) -> None:
+    """Count a step of the groups with stochastic rounding, in place: the next has other bits."""
+    for group in groups:
+        if is_stochastic(group):
+            group[DRAWN_KEY] = group.get(DRAWN_KEY, 0) + 1
+
+
 # A factor on the learning rate of an (R, C) matrix: a name of SCALES (None: "original"), a number
 # for all shapes, or a function of (R, C)
 Scale = str | float | Callable[[int, int], float] | None

@@ -57,9 +57,10 @@ class Phases:
         """
         rule = self.rule
         # Validation has refused both, but a group may have changed in between
-        if writes_weights(rule) and (decay.get("sums") or decay.get("decay", ALL) != ALL):
+        has_form = decay.get("sums") or decay.get("decay", ALL) != ALL or decay.get("rounding")
+        if writes_weights(rule) and has_form:
             raise ValueError(
-                f"rule {rule_name(type(rule))!r} has no other form of decay or momentum"
+                f"rule {rule_name(type(rule))!r} has no other form of decay, momentum or rounding"
             )
         if rule.fused:
             keys = zip(("factors", "keeps"), rule.write_factors)

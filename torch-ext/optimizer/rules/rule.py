@@ -54,7 +54,7 @@ from ..kernels.elementwise.weight_update import ALL
 from ..newton_schulz import coefficients
 from ..params.units import WHOLE, Split
 from .decay import INITIAL_KEY, form_of, rate_of
-from .muon import SUM_KEY, is_sum
+from .muon import SUM_KEY, is_stochastic, is_sum
 
 PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
 
@@ -413,6 +413,7 @@ class MuonConstants(NamedTuple):
     options: tuple  # values of `Rule.options`, without beta2
     decay: int  # form of decay of the weight update
     is_sum: bool  # the momentum is a sum
+    is_stochastic: bool  # weights are rounded stochastically
 
 
 def frozen(value: object) -> object:
@@ -451,7 +452,10 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
         # Without a call for groups without these keys: each part of a bucket reads the constants
         decay = form_of(group) if "decay" in group else ALL
         sums = "momentum_form" in group and is_sum(group)
-        return MuonConstants(steps, float(group["eps"]), rule, nesterov, options, decay, sums)
+        rounds = "rounding" in group and is_stochastic(group)
+        return MuonConstants(
+            steps, float(group["eps"]), rule, nesterov, options, decay, sums, rounds
+        )
     fixed = map(float, (*group["betas"], group["eps"], group["weight_decay"]))
     return *fixed, float(group["lr"]) if wide else None, group.get("decay")
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,6 +47,38 @@ class Source:
         """Return the rectangle of shape (rows, columns) as a view of a gradient in `tensors`."""
         whole = tensors[self.tensor]
         return whole.as_strided(shape, self.strides, whole.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Numbers of a rectangle's elements in the whole parameter, as a list for `bind`. A kernel
+    knows an element by its number, whatever part of the parameter the rectangle is.
+
+    A record has 16 times the number of the first element in place of an address, so that the number
+    never decides how elements are accessed.
+    """
+
+    first: int  # number of the first element, below 2^59
+    shape: tuple[int, int]  # of the rectangle
+    stride: int  # from row to row; columns follow each other
+    dtype: ClassVar[torch.dtype] = torch.int64
+
+    def data_ptr(self) -> int:
+        """Return the entry of a record in place of the address."""
+        return self.first * ALIGNMENT
+
+    def element_size(self) -> int:
+        """Return by how much the entry grows from element to element."""
+        return ALIGNMENT
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """Return the numbers, int64 (rows, columns)."""
+        rows, columns = (torch.arange(n, device=device) for n in self.shape)
+        return self.first + rows[:, None] * self.stride + columns
+
+    def strides(self) -> tuple[int, int]:
+        """Return the strides of rows and columns, in elements."""
+        return self.stride, 1
 
 
 @dataclass(frozen=True)
@@ -120,12 +152,12 @@ def bind(
 ) -> list[Launch]:
     """Return tables of corresponding rectangles, a table for each combination of dtypes.
 
-    `lists`: lists of 2-D tensors, with equal shapes at equal index (AssertionError otherwise). With
-    `sources`, the gradients form the last list: `sources[i]` is the place of rectangle i, and
-    `gradients` are examples with the dtypes, and the alignment to 16 bytes, of all later gradients.
-    `shapes`: of the rectangles, if the gradients are the only list. `keep_rows`: kernels need the
-    row of an element, so no rectangle becomes a single row. Tables hold addresses: the caller keeps
-    the tensors alive.
+    `lists`: lists of 2-D tensors, or of `Positions`, with equal shapes at equal index
+    (AssertionError otherwise). With `sources`, the gradients form the last list: `sources[i]` is
+    the place of rectangle i, and `gradients` are examples with the dtypes, and the alignment to 16
+    bytes, of all later gradients. `shapes`: of the rectangles, if the gradients are the only list.
+    `keep_rows`: kernels need the row of an element, so no rectangle becomes a single row. Tables
+    hold addresses: the caller keeps the tensors alive.
     """
     # (dtypes, access) -> [(index in the bound lists, record)]
     groups = defaultdict(list)
@@ -134,7 +166,7 @@ def bind(
         shape = rectangle[0].shape if lists else shapes[origin]
         assert all(t.shape == shape for t in rectangle), [t.shape for t in rectangle]
         types = tuple(t.dtype for t in rectangle)
-        fields = [(t.data_ptr(), *t.stride(), t.element_size()) for t in rectangle]
+        fields = [(t.data_ptr(), *_strides(t), t.element_size()) for t in rectangle]
         index, base = [], 0
         if sources is not None:
             example = gradients[sources[origin].tensor]
@@ -147,6 +179,11 @@ def bind(
             groups[types, _access(record, base)].append((origin, record + index))
     device = (lists[0] if lists else gradients)[0].device
     return [_launch(*key, group, device) for key, group in groups.items()]
+
+
+def _strides(rectangle: torch.Tensor | Positions) -> tuple[int, int]:
+    """Return the strides of rows and columns, in elements."""
+    return rectangle.strides() if isinstance(rectangle, Positions) else rectangle.stride()
 
 
 def _access(record: list[int], base: int) -> int:
@@ -311,6 +348,18 @@ def element_pointers(
     else:
         at = address + row * tl.load(field + 1) + column * tl.load(field + 2)
     return at
+
+
+@jit
+def element_numbers(record, row, column, LIST: tl.constexpr, ACCESS: tl.constexpr):
+    """Return the numbers of elements (row, column) in the whole parameter, int64. List number LIST
+    is of `Positions`.
+    """
+    field = record + 2 + 3 * LIST
+    numbers = (tl.load(field) >> 4) + column  # 16 times the number: see `Positions`
+    if ACCESS != 2:  # of several rows
+        numbers += row * tl.load(field + 1)
+    return numbers
 
 
 @jit

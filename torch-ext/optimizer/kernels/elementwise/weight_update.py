@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,9 +12,11 @@ from ..launch.jit import jit, launch_key
 from .momentum import gradients_or_momenta, lerp, summed
 from .multi_tensor import (
     NUMBERS,
+    Positions,
     Skip,
     Source,
     bind,
+    element_numbers,
     element_pointers,
     gradient_address,
     group_offset,
@@ -34,6 +37,20 @@ ALL, CAUTIOUS, TO_INITIAL, BY_FACTORS = 0, 1, 2, 3
 # Factors of O from the owner: none, one for each rectangle, one for each row
 NO_FACTORS, OF_MATRICES, OF_ROWS = 0, 1, 2
 RATE = 6  # element of a group's numbers with the rate of decay, see `rules.rule.device_scalars`
+
+
+@dataclass(frozen=True)
+class StochasticRounding:
+    """Rounding of new weights to bf16, up or down, each with the probability that makes the mean of
+    many roundings the exact value (arXiv 1502.02551). bf16 keeps the 16 high bits of fp32: a random
+    number of 16 bits is added to the low ones, which are then cut off.
+
+    The number of an element is a hash of its place in the whole parameter and of the key of the
+    step, so its bits do not depend on how the parameter is sharded.
+    """
+
+    positions: Sequence[Positions]  # of each rectangle
+    keys: torch.Tensor  # int64 on the device, one for each parameter group: see `rules.muon`
 
 
 class WeightUpdate:
@@ -62,6 +79,7 @@ class WeightUpdate:
         sums: bool = False,
         factors: Sequence[torch.Tensor] = (),
         keeps: Sequence[torch.Tensor] = (),
+        rounding: StochasticRounding | None = None,
     ):
         """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
 
@@ -72,8 +90,9 @@ class WeightUpdate:
         TO_INITIAL. `initial`: W0 with TO_INITIAL, of equal shapes. `sums`: M is a sum, as in
         `Pack`. `factors` of O: (rows, 1) or (1, 1) for each rectangle, all of a kind, contiguous,
         fp32, at fixed addresses. `keeps`: factors of W likewise, (1, 1): then `decay` has no
-        effect.
+        effect. `rounding`: None rounds to nearest; else all weights are bf16.
         """
+        self.rounding = rounding
         self.W = list(W)
         self.O = list(O)
         self.M = M
@@ -92,6 +111,7 @@ class WeightUpdate:
         self.launches = None
         if W and use_triton(W[0].device):
             lists = [W, O, *([] if M is None else [M]), *([initial] if initial else [])]
+            lists += [] if rounding is None else [rounding.positions]
             keep_rows = self.factors_of == OF_ROWS
             places = () if M is None else (sources, gradients)
             self.launches = bind(lists, *places, keep_rows=keep_rows)
@@ -119,7 +139,8 @@ class WeightUpdate:
         weight: torch.Tensor | None = None,
         update_momentum: bool = True,
     ) -> None:
-        """Write W and, with momenta and `update_momentum`, M; in place, in fp32, rounded once.
+        """Write W and, with momenta and `update_momentum`, M; in place, in fp32, rounded once. The
+        keys of `rounding` are read anew.
 
         `factors`: numbers of group 0, fp32 on the device: lr, 1 - rate, and the rate as element
         RATE, read with TO_INITIAL only; the values of group i are i * NUMBERS elements behind.
@@ -142,6 +163,7 @@ class WeightUpdate:
                 self.initial,
                 self.factors,
                 self.keeps,
+                self.rounding,
             )
         for launch, scales, sent, (flags, places, skips), (groups, grouped) in zip(
             self.launches, self.scales_of, self.sent_of, self.skips, self.groups
@@ -157,6 +179,7 @@ class WeightUpdate:
                 flags,
                 places,
                 groups,
+                launch.records if self.rounding is None else self.rounding.keys,
                 int(update_momentum),
                 MOMENTA=self.M is not None,
                 SKIPS=skips,
@@ -164,6 +187,7 @@ class WeightUpdate:
                 DECAY=self.decay,
                 SUMS=self.sums,
                 FACTORS=self.factors_of,
+                ROUNDS=self.rounding is not None,
             )
 
     def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
@@ -189,6 +213,7 @@ def weight_update_torch(
     initial: Sequence[torch.Tensor] = (),
     factors_of_O: Sequence[torch.Tensor] = (),
     keeps: Sequence[torch.Tensor] = (),
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """Compute the weights of `WeightUpdate` in torch, by rectangle, with the bits of the kernel.
 
@@ -208,6 +233,9 @@ def weight_update_torch(
         else:
             new = wide - (wide - initial[i].float()) * factors[at + RATE]
         new.sub_(o.float().mul(factor))
+        if rounding is not None:
+            numbers = rounding.positions[i].tensor(w.device)
+            new = rounded_torch(new, numbers, rounding.keys[at // NUMBERS])
         w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
 
 
@@ -275,6 +303,56 @@ def _keep_norms_torch(
         step[i] = keep[i, 0, 0] * length
 
 
+def rounded_torch(values: torch.Tensor, numbers: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return `values` in fp32, rounded to bf16 as in `StochasticRounding`, with the bits of the
+    kernel. `numbers`: of the elements, int64. `key`: int64.
+    """
+    low, high = numbers & 0xFFFFFFFF, numbers >> 32
+    mixed = _mix_torch(low ^ (key & 0xFFFFFFFF)) ^ high ^ (key >> 32)
+    noise = _mix_torch(mixed & 0xFFFFFFFF) & 0xFFFF
+    bits = values.view(torch.int32).long()
+    # NaN and Inf stay: a sum could turn a NaN into a number
+    finite = (bits & 0x7F800000) != 0x7F800000
+    bits = torch.where(finite, (bits + noise) & -0x10000, bits)
+    return (bits << 32 >> 32).int().view(torch.float32)
+
+
+def _mix_torch(x: torch.Tensor) -> torch.Tensor:
+    """Return `_mix` of numbers of 32 bits in int64."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & 0xFFFFFFFF
+    x = x ^ (x >> 15)
+    # Less 2^32, which changes no low bit: the product fits in 64 bits
+    x = (x * (0x846CA68B - (1 << 32))) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+@jit
+def _mix(x):
+    """Return a hash of 32 bits, uint32: "lowbias32" of Chris Wellons, github.com/skeeto/
+    hash-prospector, in which each input bit changes each output bit with a probability near 1/2.
+    """
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@jit
+def _rounded(values, numbers, key):
+    """Return `values` in fp32, rounded to bf16 as in `StochasticRounding`. `numbers`: of the
+    elements, int64. `key`: int64.
+    """
+    low, high = numbers.to(tl.uint32), (numbers >> 32).to(tl.uint32)
+    noise = _mix(_mix(low ^ key.to(tl.uint32)) ^ high ^ (key >> 32).to(tl.uint32)) & 0xFFFF
+    bits = values.to(tl.uint32, bitcast=True)
+    # NaN and Inf stay: a sum could turn a NaN into a number
+    finite = (bits & 0x7F800000) != 0x7F800000
+    bits = tl.where(finite, (bits + noise) & 0xFFFF0000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
 @jit.unspecialized("update_momentum")
 def _update_kernel(
     records,
@@ -287,6 +365,7 @@ def _update_kernel(
     flags,
     places,
     groups,
+    keys,
     update_momentum,
     MOMENTA: tl.constexpr,
     SKIPS: tl.constexpr,
@@ -294,6 +373,7 @@ def _update_kernel(
     DECAY: tl.constexpr,
     SUMS: tl.constexpr,
     FACTORS: tl.constexpr,
+    ROUNDS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -302,14 +382,15 @@ def _update_kernel(
     TYPE_2: tl.constexpr = None,
     TYPE_3: tl.constexpr = None,
     TYPE_4: tl.constexpr = None,
+    TYPE_5: tl.constexpr = None,
 ):
     """Compute `WeightUpdate` for a block of elements. Lists of the table: W, O; with MOMENTA also
-    M; with DECAY TO_INITIAL also W0; with MOMENTA also G.
+    M; with DECAY TO_INITIAL also W0; with ROUNDS also positions; with MOMENTA also G.
 
     `scales`: scale of each record. `sent`: addresses of the factors of O and of W of each record
     (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS: M is a sum. `update_momentum`:
     0 leaves M alone. `flags`, `places`: see `unskipped`; read if SKIPS only. `groups`: see
-    `group_offset`; read if GROUPED only.
+    `group_offset`; read if GROUPED only. `keys`: int64, one for each group; read if ROUNDS only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
@@ -333,7 +414,9 @@ def _update_kernel(
         written = tl.where(update_momentum != 0, inside, False)
         m_at = element_pointers(record, row, column, 2, TYPE_2, 0, ACCESS)
         g_base = gradient_address(record, addresses, FIELDS)
-        if DECAY == 2:  # G is behind W0
+        if DECAY == 2 and ROUNDS:  # G is behind W0 and the positions
+            g_at = element_pointers(record, row, column, 5, TYPE_5, g_base, ACCESS)
+        elif DECAY == 2 or ROUNDS:
             g_at = element_pointers(record, row, column, 4, TYPE_4, g_base, ACCESS)
         else:
             g_at = element_pointers(record, row, column, 3, TYPE_3, g_base, ACCESS)
@@ -358,6 +441,10 @@ def _update_kernel(
             first_at = element_pointers(record, row, column, 2, TYPE_2, 0, ACCESS)
         first = tl.load(first_at, mask=inside).to(tl.float32)
         new = w - (w - first) * tl.load(factors + group + 6) - o * factor
+    if ROUNDS:
+        LIST: tl.constexpr = 2 + MOMENTA + (DECAY == 2)
+        numbers = element_numbers(record, row, column, LIST, ACCESS)
+        new = _rounded(new, numbers, tl.load(keys + group // 8))  # 8: NUMBERS
     tl.store(w_at, new.to(TYPE_0), mask=inside)
 
 

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterable
 from ...kernels.elementwise.weight_update import ALL
 from ...newton_schulz.coefficients import FP32_MAX, steps_of
 from ...rules.decay import DECAYS, DECOUPLED, form_of
-from ...rules.muon import AMBIGUOUS_SCALES, MOMENTUM_FORMS, SCALES, is_sum
+from ...rules.muon import (
+    AMBIGUOUS_SCALES,
+    DRAWN_KEY,
+    MOMENTUM_FORMS,
+    ROUNDINGS,
+    SCALES,
+    SEED_KEY,
+    is_sum,
+)
 from ...rules.rule import number_of, rule_of, writes_weights
 from ..errors import shortened
 
@@ -20,7 +28,7 @@ BELOW_ONE = "a number in [0, 1)"
 
 
 def check_values(group: dict) -> None:
-    """Raise ValueError for a wrong value of eps, adjust_lr_fn, decay, momentum_form,
+    """Raise ValueError for a wrong value of eps, adjust_lr_fn, decay, momentum_form, rounding,
     ns_coefficients, ns_steps, betas, rule or options of the rule: schedules change none of them.
     """
     require(0 <= number_of(group["eps"]) <= FP32_MAX, "eps", group["eps"], FINITE)
@@ -30,6 +38,7 @@ def check_values(group: dict) -> None:
     form = group.get("momentum_form", MOMENTUM_FORMS[0])
     is_form = isinstance(form, str) and form in MOMENTUM_FORMS
     require(is_form, "momentum_form", form, f"one of {MOMENTUM_FORMS}")
+    _check_rounding(group)
     steps_of(group["ns_coefficients"], group["ns_steps"])
     if is_adamw(group) and group.get("betas") is None:
         raise ValueError(
@@ -39,6 +48,36 @@ def check_values(group: dict) -> None:
     if "betas" in group:
         check_betas("betas", group.get("betas"))
     _check_rule(group)
+
+
+def _check_rounding(group: dict) -> None:
+    """Raise ValueError for a wrong value of rounding, of its seed or of its count of steps, and for
+    stochastic rounding where other kernels than Muon's write the weights.
+    """
+    rounding = group.get("rounding", ROUNDINGS[0])
+    is_known = isinstance(rounding, str) and rounding in ROUNDINGS
+    require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
+    for key in [key for key in (SEED_KEY, DRAWN_KEY) if key in group]:
+        check_seed(key, group[key])
+    if rounding == ROUNDINGS[0]:
+        return
+    if is_adamw(group):
+        raise ValueError(
+            f"rounding={rounding!r} in a group with use_muon=False: torch's kernels write the "
+            "weights of AdamW, and round to nearest. Leave rounding out, and keep these weights in "
+            "fp32 if their learning rate is small"
+        )
+    if group.get("rule") is not None and writes_weights(rule_of(group)):
+        raise ValueError(
+            f"rounding={rounding!r} with rule={group['rule']!r}, which writes weights by formulas "
+            "of its own, rounded to nearest: leave rounding out, or use another rule"
+        )
+
+
+def check_seed(key: str, seed: object) -> None:
+    """Raise ValueError, naming `key`, unless `seed` is a whole number of 63 bits."""
+    # `type` instead of isinstance: True is an int
+    require(type(seed) is int and 0 <= seed < 1 << 63, key, seed, "a whole number in [0, 2^63)")
 
 
 def _check_rule(group: dict) -> None:

@@ -1,0 +1,145 @@
+"""`memory_report`: what it predicts before a step is there after it; forecasts need no ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import everywhere, package, part, run_threads
+
+SHAPES = [(16, 24), (24, 16), (10, 12), (16, 24), (3, 8, 6), (34, 16)]
+OTHERS = [(20, 8), (7,)]
+# Name -> (process groups' mode, arguments)
+WAYS = {
+    "fsdp": ("fsdp", {}),
+    "fsdp in bf16": ("fsdp", {"state_dtype": torch.bfloat16, "workspace_bytes": 40_000}),
+    "fsdp, overlap": ("fsdp", {"overlap_backward": True}),
+    "ddp": ("ddp", {}),
+    "ddp, state at owners": ("ddp", {"shard_state": True, "workspace_bytes": 40_000}),
+    "ddp, unreduced": ("ddp", {"grads_are_reduced": False}),
+}
+
+
+def groups_of(wrapped=lambda t: t) -> tuple[list, list]:
+    """(parameters, groups): matrices of NorMuon, and parameters of AdamW."""
+    params = [nn.Parameter(wrapped(torch.ones(shape))) for shape in SHAPES + OTHERS]
+    named, count = [(f"p{number}", p) for number, p in enumerate(params)], len(SHAPES)
+    return params, [{"params": named[:count]}, {"params": named[count:], "use_muon": False}]
+
+
+def before_and_after(rank, world, way):
+    """The reports of a rank before the first step, after it and after `release`; bytes of its state."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    kind, options = WAYS[way]
+    wrapped = {}
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        wrapped = {"wrapped": lambda t: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None)}
+    else:
+        options = {**options, "process_group": dist.group.WORLD}
+    params, groups = groups_of(**wrapped)
+    opt = package().NorMuon(groups, **options)
+    before = opt.memory_report()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    local = part("params.dtensor").local_of
+    held = sum(local(t).nbytes for state in opt.state.values() for t in state.values())
+    after = opt.memory_report()
+    opt.release()
+    return before, after, opt.memory_report(), held
+
+
+def figures(report, *, largest: bool = False) -> dict:
+    """Bytes of each row; tables are estimates before a step."""
+    return {(r.kind, r.what, r.group, r.dtype, r.where): r.largest_nbytes if largest else r.nbytes
+            for r in report.rows if r.kind != "tables" and (r.largest_nbytes if largest else r.nbytes)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_predicted_is_there_after_a_step(way):
+    world = 3
+    results = run_threads(world, before_and_after, way)
+    for rank, (before, after, released, held) in enumerate(results):
+        assert figures(before) == figures(after)
+        assert [r.is_measured for r in (before, after, released)] == [False, True, False]
+        assert figures(released) == figures(before)
+        assert after.bytes_of("state") == held > 0 < after.bytes_of("workspace")
+        assert (before.rank, before.rank_count) == (rank, world)
+    # Without ranks: the parameters whole, on this process
+    kind, options = WAYS[way]
+    forecast = package().NorMuon.memory_forecast(groups_of()[1], ranks=world, layout=kind, **options)
+    assert figures(forecast) == figures(results[0][1])
+    totals = [before.total_bytes - before.bytes_of("tables") for before, *_ in results]
+    for before, after, *_ in results:
+        assert before.largest_rank == after.largest_rank == forecast.largest_rank
+        assert figures(after, largest=True) == figures(results[before.largest_rank][1])
+        assert before.bytes_of("weights", "gradients", "state", "workspace", "temporary", largest=True) == max(totals)
+
+
+def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(monkeypatch):
+    """Tables are bound as on a GPU; nothing is launched."""
+    opt = package().Muon([nn.Parameter(torch.ones(256, 1024)), nn.Parameter(torch.ones(96, 32))])
+    before = opt.memory_report().bytes_of("tables")
+    everywhere(monkeypatch, part("kernels.backend"), "use_triton", lambda device: True)
+    everywhere(monkeypatch, part("pipeline"), "precompile_kernels", lambda *_: None)
+    for p in opt.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    opt._prepare(False)
+    assert 0.5 <= before / opt.memory_report().bytes_of("tables") <= 2
+
+
+def llama_70b():
+    """Groups of the parameters of Llama-3-70B, on the meta device."""
+    layer = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), (28672, 8192), (28672, 8192), (8192, 28672)]
+    with torch.device("meta"):
+        matrices = [nn.Parameter(torch.empty(shape)) for shape in 80 * layer]
+        others = [nn.Parameter(torch.empty(shape)) for shape in 2 * [(128256, 8192)] + 161 * [(8192,)]]
+    return [{"params": matrices}, {"params": others, "use_muon": False}]
+
+
+def test_a_model_on_meta_is_planned_for_gpus_that_do_not_exist(optimizer):
+    groups = llama_70b()
+    given = [dict(group) for group in groups]
+    report = optimizer.Muon.memory_forecast(groups, ranks=16)
+    assert groups == given  # an optimizer would write its defaults into them
+    numel = [sum(math.prod(p.shape) for p in group["params"]) for group in groups]
+    assert report.bytes_of("weights") == report.bytes_of("gradients") == 4 * sum(numel) // 16
+    steps = 4 * len(groups[1]["params"])
+    assert report.bytes_of("state") == 4 * numel[0] // 16 + 8 * numel[1] // 16 + steps
+    # A matrix per rank in each of three buckets, and the whole matrices of one: more than the default limit
+    assert 3 * 2 * 28672 * 8192 < report.bytes_of("workspace") < 4 << 30
+    narrow = optimizer.Muon.memory_forecast(groups, ranks=16, state_dtype=torch.bfloat16)
+    assert narrow.bytes_of("state") == 2 * numel[0] // 16 + 4 * numel[1] // 16 + steps
+    assert narrow.bytes_of("temporary") == 8 << 24  # AdamW steps copies of its averages
+
+
+def test_reports_are_numbers_and_a_table(optimizer):
+    report = optimizer.Muon.memory_forecast([nn.Parameter(torch.ones(64, 32))])
+    found = report.as_dict()
+    assert found["state"] == {"device": 8192, "host": 0, "largest device": 8192, "largest host": 0}
+    assert found["rank_count"] == 1 and found["rows"][0]["kind"] == "weights"
+    lines = str(report).splitlines()
+    assert lines[1].split() == ["kind", "what", "where", "this", "rank", "largest", "rank"]
+    assert "state      momentum_buffer, group 0, float32" in str(report) and "8.0 KiB" in str(report)
+    assert report.optimizer_bytes == report.total_bytes - 2 * 8192
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"ranks": 0}, "ranks=0 is not allowed"),
+    ({"ranks": True}, "ranks=True is not allowed"),
+    ({"layout": "tp"}, "layout='tp' is not allowed: it must be one of"),
+    ({"gpu_bytes": 80.0}, "gpu_bytes=80.0 is not allowed"),
+    ({"shard_state": True}, "shard_state=True with layout='fsdp'"),
+    ({"grads_are_reduced": False}, "grads_are_reduced=False with layout='fsdp'"),
+    ({"process_group": object()}, "process_group is not allowed in a forecast"),
+    ({"lr": -1}, "lr=-1 is not allowed"),
+])
+def test_wrong_arguments_are_refused(arguments, message, optimizer):
+    with pytest.raises(ValueError, match=message):
+        optimizer.Muon.memory_forecast([nn.Parameter(torch.ones(4, 4))], **arguments)

@@ -1,0 +1,488 @@
+"""`Muon.memory_report` and `Muon.memory_forecast`: bytes of an optimizer by kind, on this rank and
+on the rank with the most.
+
+`MemoryReport` is the public result. `ForecastPlanner` plans without a step, also for ranks and GPUs
+that do not exist. `predicted` sums the bytes of such plans, `measured` those of a bound step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from .execution.cuda_graphs import Graphs
+from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
+from .execution.workspace import buffer_name
+from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
+from .newton_schulz.coefficients import steps_of
+from .params.config import MuonConfig
+from .params.dtensor import gradient_dtype, is_dtensor, local_of
+from .params.layout import AssumedRanks, Layout, layout_by_rows, ranks_of_group
+from .params.validation import device_of
+from .planning.cost_model import CostModel
+from .planning.plan import Bucket
+from .planning.planner import Plan, Planner
+from .planning.rank_plan import Piece, RankPlan
+from .report import as_bytes
+from .rules.adamw import MAX_COPIED_ELEMENTS
+from .rules.rule import STATES, state_device_and_dtype, state_keys, state_shape
+
+OPTIMIZER_KINDS = ("state", "workspace", "tables", "graphs", "temporary")
+KINDS = ("weights", "gradients", *OPTIMIZER_KINDS)
+LAYOUTS = ("fsdp", "ddp")
+HEADS = ("kind", "what", "where", "this rank", "largest rank")
+# (kind, what, group, dtype, where) of a row
+Key = tuple[str, str, int | None, str | None, str]
+ASSUMED_GPU = "sm90"  # whose measured times choose owners
+PartsOf = Callable[[int], list[tuple[Bucket, RankPlan]]]
+# Objects with numbers only: no tensor is looked for inside
+PLANNED = (Plan, Bucket, RankPlan, Piece, Layout, MuonConfig)
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """A line of a `MemoryReport`."""
+
+    kind: str  # one of KINDS
+    what: str  # key of the state, name of the buffer, or what is held
+    group: int | None  # number of the parameter group; None: of no single group
+    dtype: str | None  # as "float32"; None: of several
+    where: str  # "device": with the parameters; "host"
+    nbytes: int  # on this rank
+    largest_nbytes: int  # on the rank with the largest total
+
+    def cells(self) -> list[str]:
+        """The cells of the row as text, in the order of HEADS."""
+        group = "" if self.group is None else f", group {self.group}"
+        dtype = "" if self.dtype is None else f", {self.dtype}"
+        sizes = map(as_bytes, (self.nbytes, self.largest_nbytes))
+        return [self.kind, f"{self.what}{group}{dtype}", self.where, *sizes]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The result of `Muon.memory_report` and `Muon.memory_forecast`; `str(report)` is a table."""
+
+    rank: int  # this rank
+    largest_rank: int  # the rank with the largest total, by the plan
+    rank_count: int  # ranks that the plan knows of
+    is_measured: bool  # bytes of this rank are those of tensors that exist
+    rows: tuple[MemoryRow, ...]
+
+    def bytes_of(self, *kinds: str, where: str | None = None, largest: bool = False) -> int:
+        """Bytes of this rank, or of the largest rank, in rows of `kinds` (none: all kinds) and of
+        `where` (None: device and host).
+        """
+        rows = [row for row in self.rows if not kinds or row.kind in kinds]
+        rows = [row for row in rows if where in (None, row.where)]
+        return sum(row.largest_nbytes if largest else row.nbytes for row in rows)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of this rank, without weights and gradients."""
+        return self.bytes_of(*OPTIMIZER_KINDS)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of this rank, with weights and gradients."""
+        return self.bytes_of()
+
+    def as_dict(self) -> dict:
+        """The report as a dict of numbers and texts, for logs: {kind: {"device", "host",
+        "largest device", "largest host": bytes}}, the fields of the report, and "rows".
+        """
+        found = {
+            kind: {
+                f"{'largest ' * largest}{where}": self.bytes_of(kind, where=where, largest=largest)
+                for largest in (False, True)
+                for where in ("device", "host")
+            }
+            for kind in KINDS
+        }
+        return {**found, **asdict(self), "rows": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        """The table, and below it the sums."""
+        table = [HEADS, *(row.cells() for row in self.rows)]
+        for name, kinds in (("optimizer", OPTIMIZER_KINDS), ("with weights and gradients", KINDS)):
+            for where in ("device", "host"):
+                sizes = [self.bytes_of(*kinds, where=where, largest=most) for most in (False, True)]
+                table.append(["sum", name, where, *map(as_bytes, sizes)])
+        widths = [max(len(row[i]) for row in table) for i in range(len(HEADS))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+            for row in table
+        ]
+        how = "measured" if self.is_measured else "predicted"
+        head = (
+            f"memory of rank {self.rank}, {how}; the largest of {self.rank_count} ranks is rank "
+            f"{self.largest_rank}, predicted"
+        )
+        return "\n".join([head, *lines])
+
+
+class ForecastPlanner(Planner):
+    """A `Planner` that keeps the buckets of all ranks, and that plans for GPUs where parameters are
+    on the meta device.
+    """
+
+    def __init__(
+        self,
+        options: MuonConfig,
+        process_groups: object,
+        row_shards: int | None = None,
+        gpu_bytes: int = 80 << 30,
+    ) -> None:
+        """`row_shards`: number of ranks over which FSDP2 would shard each parameter; None: as the
+        parameters are. `gpu_bytes`: memory of the GPUs for meta parameters.
+        """
+        super().__init__(options, process_groups)
+        self.row_shards = row_shards
+        self.gpu_bytes = gpu_bytes
+        # Id of the `rank_plans` of a plan -> how to find those of other ranks
+        self.parts_of: dict[int, PartsOf] = {}
+
+    def _find_hardware(self, params: Sequence[torch.Tensor], process_group: object) -> None:
+        """Take the GPU of the constructor for parameters on the meta device."""
+        if params[0].device.type != "meta":
+            existing = None if isinstance(process_group, AssumedRanks) else process_group
+            return super()._find_hardware(params, existing)
+        self.device = params[0].device
+        self.architecture = ASSUMED_GPU
+        self.rank_bytes = self.options.workspace_bytes or min(2 << 30, self.gpu_bytes * 3 // 100)
+        self.sends_once = True  # NCCL
+
+    def _cost_model(self, group: dict) -> CostModel:
+        """Return the cost model of the assumed GPU for parameters on the meta device."""
+        if self.device.type != "meta":
+            return super()._cost_model(group)
+        return CostModel(steps_of(group["ns_coefficients"], group["ns_steps"]), ASSUMED_GPU)
+
+    def _layout(self, param: torch.Tensor, shape: tuple[int, ...] | None) -> Layout:
+        """Return the layout of a parameter, or of a tensor of `shape` placed like it."""
+        if self.row_shards is None:
+            return super()._layout(param, shape)
+        return layout_by_rows(param.shape if shape is None else shape, self.row_shards)
+
+    def _rank_plans(
+        self, buckets: Sequence[Bucket], rank_plan: Callable[[Bucket, int], RankPlan]
+    ) -> list[tuple[Bucket, RankPlan]]:
+        """Keep how to find the parts of other ranks."""
+
+        def parts_of(rank: int) -> list[tuple[Bucket, RankPlan]]:
+            """Return the parts of the buckets on a rank."""
+            return [(b, rank_plan(b, rank)) for b in buckets if rank in b.ranks]
+
+        mine = parts_of(self.rank)
+        self.parts_of[id(mine)] = parts_of
+        return mine
+
+
+def check_forecast(
+    ranks: int, layout: str, gpu_bytes: int, params: object, arguments: Mapping[str, object]
+) -> None:
+    """Raise ValueError for wrong arguments of `Muon.memory_forecast`."""
+    for key, value in (("ranks", ranks), ("gpu_bytes", gpu_bytes)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{key}={value!r} is not allowed: it must be a whole number >= 1")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is not allowed: it must be one of {LAYOUTS}")
+    if arguments.get("process_group") is not None:
+        raise ValueError(
+            "process_group is not allowed in a forecast, which knows of ranks by number only: "
+            "leave it out, and pass ranks and layout='ddp'"
+        )
+    is_other = {"shard_state": True, "grads_are_reduced": False}
+    for key in [key for key, value in is_other.items() if arguments.get(key) is value]:
+        if layout != "ddp":
+            raise ValueError(
+                f"{key}={arguments[key]} with layout={layout!r}: only plain parameters that all "
+                "ranks hold have the option; pass layout='ddp', or leave it out"
+            )
+
+
+def copied_groups(params: Iterable) -> list:
+    """Return parameters, or copies of parameter groups, for an optimizer that writes into its
+    groups. Raises ValueError for sharded parameters.
+    """
+    entries = [dict(one) if isinstance(one, dict) else one for one in params]
+    for one in entries:
+        members = one.get("params", ()) if isinstance(one, dict) else [one]
+        if isinstance(one, dict) and not isinstance(members, torch.Tensor):
+            one["params"] = members = list(members)
+        for member in [members] if isinstance(members, torch.Tensor) else members:
+            if is_dtensor(member[1] if isinstance(member, tuple) else member):
+                raise ValueError(
+                    "memory_forecast takes whole parameters, but a DTensor is among them: build "
+                    "the optimizer, and call memory_report()"
+                )
+    return entries
+
+
+def plans_of(
+    planner: Callable[[], ForecastPlanner],
+    groups: Sequence[dict],
+    options: MuonConfig,
+    own: Sequence[MuonConfig],
+) -> list[tuple[Plan, PartsOf | None]]:
+    """Return [(plan of this rank, rank -> parts of the buckets on the rank)], as a first step in
+    which every parameter that requires a gradient has one would make them. None: a plan without
+    buckets. Sends nothing.
+
+    `planner`: returns a new planner; parameters that a process steps alone are planned apart, as in
+    a step. `own`: the options of each group.
+    """
+    found = []
+    for alone in (False, True):
+        one = planner()
+        for part in step_together(_members(groups, options, own, alone)):
+            for plan in one.plan(part.groups, part.params, part.group_of, part.process_group):
+                found.append((plan, one.parts_of.get(id(plan.rank_plans))))
+        one.check_bucket_buffers()
+    return found
+
+
+def _members(
+    groups: Sequence[dict], options: MuonConfig, own: Sequence[MuonConfig], alone: bool
+) -> list[tuple[dict, list[torch.Tensor], MuonConfig]]:
+    """Return the parts of `step_together`: parameters that require a gradient, which this process
+    steps `alone` or with other ranks.
+    """
+    parts = []
+    for group, of_group, params in by_process_group(groups, options, own):
+        shared = of_group.process_group is not None
+        chosen = [p for p in params if p.requires_grad and (shared or is_dtensor(p)) != alone]
+        parts.append((group, chosen, of_group))
+    return [part for part in parts if part[1]]
+
+
+def predicted(
+    plans: Sequence[tuple[Plan, PartsOf | None]],
+    groups: Sequence[dict],
+    options: MuonConfig,
+    this: int,
+    seen: Mapping[Key, int] | None = None,
+) -> MemoryReport:
+    """Return the report of plans. `this`: the rank to show beside the largest. `seen`: bytes
+    measured on that rank, which replace predicted ones.
+    """
+    known = sorted({rank for plan, _ in plans for x in plan.layouts for rank in x.ranks})
+    numbers = {id(group): number for number, group in enumerate(groups)}
+    by_rank = {}
+    for rank in known or [this]:
+        of_rank = [
+            plan if parts_of is None else replace(plan, rank_plans=parts_of(rank))
+            for plan, parts_of in plans
+        ]
+        by_rank[rank] = _bytes_at(rank, of_rank, numbers, options)
+    largest = max(by_rank, key=lambda rank: sum(by_rank[rank].values()))
+    mine = by_rank.get(this, Counter())
+    if seen is not None:
+        mine = Counter({key: n for key, n in mine.items() if key[0] in ("gradients", "temporary")})
+        mine.update(seen)
+    keys = sorted({*mine, *by_rank[largest]}, key=_order)
+    rows = [MemoryRow(*key, mine[key], by_rank[largest][key]) for key in keys]
+    return MemoryReport(this, largest, len(known) or 1, seen is not None, tuple(rows))
+
+
+def _order(key: Key) -> tuple:
+    """Sort key of rows."""
+    kind, what, group, dtype, where = key
+    return KINDS.index(kind), -1 if group is None else group, what, dtype or "", where
+
+
+COPIES: Key = ("temporary", "copies of AdamW", None, None, "device")
+
+
+def _bytes_at(
+    rank: int, plans: Sequence[Plan], numbers: Mapping[int, int], options: MuonConfig
+) -> Counter:
+    """Return key of a row -> bytes at a rank. `plans`: with the buckets of the rank. `numbers`: id
+    of a group -> number of the group.
+    """
+    found = Counter()
+    for plan in plans:
+        for i, param in enumerate(plan.params):
+            number = numbers[id(plan.group_at(i))]
+            numel = _numel_at(rank, plan.layouts[i])
+            dtypes = {"weights": param.dtype, "gradients": gradient_dtype(param)}
+            for kind, dtype in dtypes.items():
+                found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
+            for key in state_keys(plan.group_at(i)):
+                found.update(_state_at(rank, plan, i, key, number, options))
+        if plan.rank_plans is None:
+            # Plans are stepped in turn
+            found[COPIES] = max(found[COPIES], _copied_bytes(rank, plan, options))
+    sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
+    for name, nbytes in sizes.items():
+        found[_key("workspace", buffer_name(name), None, None)] += nbytes
+    found[_key("tables", "addresses and shapes", None, None)] += _table_bytes(plans)
+    return +found
+
+
+def _key(
+    kind: str, what: str, group: int | None, dtype: torch.dtype | None, where: str = "device"
+) -> Key:
+    """Return the key of a row."""
+    return kind, what, group, None if dtype is None else str(dtype).removeprefix("torch."), where
+
+
+def _numel_at(rank: int, layout: Layout) -> int:
+    """Return the elements that a rank stores; 0 outside of the layout's ranks."""
+    box = layout.boxes.get(rank)
+    return 0 if box is None else math.prod(stop - start for start, stop in box)
+
+
+def _state_at(
+    rank: int, plan: Plan, i: int, key: str, number: int, options: MuonConfig
+) -> dict[Key, int]:
+    """Return {key of the row: bytes} of state `key` of parameter `i` at a rank, as
+    `create.create_state` makes it.
+    """
+    param = plan.params[i]
+    device, dtype = state_device_and_dtype(key, param, options.state_dtype)
+    layout = plan.layouts[i]
+    if rank not in layout.boxes:
+        return {}
+    if key == "step":
+        numel = 1
+        # On meta as on a GPU
+        on_device = device.type == param.device.type or param.device.type == "meta"
+    else:
+        on_device = True
+        if plan.state_rows is not None:
+            rows = plan.state_rows[i][ranks_of_group(plan.process_group).index(rank)]
+            numel = rows * math.prod(state_shape(param, key, plan.split(i))[1:])
+        elif STATES[key].per != "element":
+            numel = _numel_at(rank, plan.state_layouts[key][i])
+        else:
+            numel = _numel_at(rank, layout)
+    row = _key("state", key, number, dtype, "device" if on_device else "host")
+    return {row: numel * dtype.itemsize}
+
+
+def _copied_bytes(rank: int, plan: Plan, options: MuonConfig) -> int:
+    """Return the bytes of the copies that a step of AdamW makes at a time where weight, gradient
+    and averages differ in dtype, see `rules.adamw.adamw`.
+    """
+    copied, largest = 0, 0
+    for i, param in enumerate(plan.params):
+        state = state_device_and_dtype("exp_avg", param, options.state_dtype)[1]
+        wide = torch.promote_types(param.dtype, state)
+        dtypes = (param.dtype, gradient_dtype(param), state, state)
+        each = sum(wide.itemsize for dtype in dtypes if dtype != wide)
+        copied += each * _numel_at(rank, plan.layouts[i])
+        largest = max(largest, each)
+    return min(copied, MAX_COPIED_ELEMENTS * largest)
+
+
+def _table_bytes(plans: Sequence[Plan]) -> int:
+    """Return about how many bytes the tables of launches on a GPU take, and the inputs of a step.
+
+    Each launch over pieces has a record of 12 to 20 int64 for a piece, and two int64 for a block of
+    BLOCK elements. Stored pieces are in two launches (pack, weight update), owned pieces of
+    matrices that are copied into stacks in two more, direct matrices have two addresses per row.
+    """
+    nbytes = 0
+    for plan in plans:
+        nbytes += 8 * len(plan.params) + 4 * NUMBERS * len(plan.groups)
+        for bucket, rank_plan in plan.rank_plans or ():
+            direct = rank_plan.direct
+            copied = [p for p in rank_plan.owned if p.matrix not in direct]
+            copied = copied if bucket.route != "local" else []
+            for p in itertools.chain(2 * rank_plan.stored, 2 * copied):
+                nbytes += 8 * 16 + 16 * -(-p.numel // BLOCK)
+            nbytes += sum(2 * 8 * m.rows for m in direct)
+    return nbytes
+
+
+def measured(
+    bound: BoundStep, groups: Sequence[dict], state: Mapping, graphs: Sequence[Graphs | None]
+) -> Counter:
+    """Return key of a row -> bytes of this rank: of weights, state, workspace, tables and graphs
+    that exist.
+    """
+    found, counted = Counter(), set()
+    home = device_of(groups).type
+    for row, tensor in _held_by(groups, state):
+        found[row] += local_of(tensor).nbytes
+        counted.add(_memory_of(tensor))
+    counted.update(_memory_of(p.grad) for g in groups for p in g["params"] if p.grad is not None)
+    for name, memory in _workspace_of(bound).items():
+        found[_key("workspace", name, None, None)] += memory.nbytes()
+        counted.add(memory.data_ptr())
+    for tensor in _tensors_in((bound.all_jobs, bound.inputs, bound.hooks, bound.stores)):
+        if (at := _memory_of(tensor)) not in counted:
+            counted.add(at)
+            where = "device" if tensor.device.type == home else "host"
+            row = _key("tables", "addresses and shapes", None, None, where)
+            found[row] += tensor.untyped_storage().nbytes()
+    if nbytes := sum(map(_pool_bytes, filter(None, graphs))):
+        found[_key("graphs", "memory pools of CUDA graphs", None, None)] = nbytes
+    return +found
+
+
+def _held_by(groups: Sequence[dict], state: Mapping) -> Iterator[tuple[Key, torch.Tensor]]:
+    """Yield (key of the row, tensor) of all weights and state."""
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            yield _key("weights", "weights", number, param.dtype), param
+            held = [(key, t) for key, t in state.get(param, {}).items() if torch.is_tensor(t)]
+            for key, value in held:
+                where = "device" if value.device.type == param.device.type else "host"
+                yield _key("state", key, number, value.dtype, where), value
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Return the address of the memory of a tensor."""
+    return local_of(tensor).untyped_storage().data_ptr()
+
+
+def _workspace_of(bound: BoundStep) -> dict[str, torch.UntypedStorage]:
+    """Return name of a buffer -> memory of the buffer."""
+    found = {}
+    for update, _ in bound.all_jobs:
+        if update.bucket is None:
+            continue
+        for use, (memory, _) in update.rank_plan.workspace_layout()[0].items():
+            key = update.buffer_index if memory == "bucket_buffer" else memory
+            found[buffer_name(key)] = update.memory[use].untyped_storage()
+    return found
+
+
+def _tensors_in(root: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors that objects of this package hold, at any depth."""
+    package = __name__.rpartition(".")[0]
+    seen, waiting = set(), [root]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, PLANNED):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, Mapping):
+            waiting.extend(one.values())
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            waiting.extend(one)
+        elif isinstance(one, functools.partial):
+            waiting += [one.func, one.args, one.keywords]
+        elif type(one).__module__.startswith(package) and hasattr(one, "__dict__"):
+            waiting.append(vars(one))
+        else:  # a method, or a function with a closure
+            waiting.append(getattr(one, "__self__", None))
+            cells = getattr(one, "__closure__", None) or ()
+            waiting += [cell.cell_contents for cell in cells]
+
+
+def _pool_bytes(graphs: Graphs) -> int:
+    """Return the bytes that torch's allocator holds for the graphs of a step."""
+    pools = {part.graph.pool() for part in graphs.parts.values() if part.graph is not None}
+    segments = torch.cuda.memory_snapshot() if pools else ()
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in pools)
