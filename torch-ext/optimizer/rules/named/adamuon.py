@@ -5,10 +5,14 @@
     A <- O / (sqrt(V) + EPS)
     O <- A sqrt(R C) / ||A||                   of RMS 1; `scale` is 0.2 in the paper
 
-V needs no bias correction: a common factor cancels in the norm.
+V needs no bias correction: a common factor cancels in the norm. The option `sign` (True): False
+takes the polar factor of U, as timm and pytorch_optimizer do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -24,12 +28,18 @@ class AdaMuon(Rule):
 
     name = "adamuon"
     state = (State("second_moment_of_elements"),)
-    options = {"beta2": 0.95}
+    options = {"beta2": 0.95, "sign": True}
     fused = True
 
+    @classmethod
+    def check(cls, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for a `sign` that is no bool."""
+        if not isinstance(group["sign"], bool):
+            raise ValueError(f"sign={group['sign']!r} must be True or False")
+
     def before(self, U: torch.Tensor, units: Units) -> torch.Tensor:
-        """Replace U (N, R, C) by its signs."""
-        return U.sign_()
+        """Replace U (N, R, C) by its signs, unless `sign` is False."""
+        return U.sign_() if units.numbers.sign else U
 
     def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
         """Update V, and scale O (N, R, C) to RMS 1; zeros stay zero."""
