@@ -159,6 +159,16 @@ def by_shape(keys: Callable[[int, int], dict], **options: object) -> Build:
     return build
 
 
+def split(form: str | dict, **options: object) -> Build:
+    """Our Muon with weights cut into matrices."""
+    return lambda weights: package().Muon([{"params": weights, "split": form}], wire_dtype=torch.float32, **options)
+
+
+def unsigned(**options: object) -> Build:
+    """Our AdaMuon without signs."""
+    return by_shape(lambda *_: {"rule": "adamuon", "beta2": BETA2, "sign": False}, **options)
+
+
 def original(rows_: int, columns: int) -> float:
     """Keller Jordan's factor on the learning rate."""
     return math.sqrt(max(1.0, rows_ / columns))
@@ -259,11 +269,15 @@ def muon_plus(place: Place) -> Iterator[Case]:
                             **OPTIONS))
 
 
+def with_override() -> None:
+    """Emerging-Optimizers imports `override` from typing, which is there since Python 3.12."""
+    if not hasattr(typing, "override"):
+        typing.override = lambda function: function
+
+
 def emerging_optimizers(place: Place) -> Iterator[Case]:
     """NVIDIA Emerging-Optimizers: `fp32_matmul_prec="highest"` iterates in fp32."""
-    if not hasattr(typing, "override"):  # Python 3.12's; the package needs nothing else of it here
-        typing.override = lambda function: function
-    place.load("emerging_optimizers")
+    with_override()
     module = place.load("emerging_optimizers.orthogonalized_optimizers")
     utils = place.load("emerging_optimizers.orthogonalized_optimizers.muon_utils")
     wide = {"fp32_matmul_prec": "highest"}
@@ -313,6 +327,30 @@ def emerging_optimizers(place: Place) -> Iterator[Case]:
                why="its decay shrinks the radius, which it reads anew in every step; ours keeps the first radius")
 
 
+def megatron(place: Place) -> Iterator[Case]:
+    """Megatron-Core on one rank: Emerging-Optimizers, with q, k and v of the query groups of a fused weight apart."""
+    with_override()
+    module = place.load("megatron.core.optimizer.emerging_optimizers")
+    if not module.HAVE_EMERGING_OPTIMIZERS:
+        raise Missing("emerging_optimizers is not installed, and no --path emerging_optimizers=DIR is given")
+    wide = {"fp32_matmul_prec": "highest", "tp_mode": "duplicated", **OPTIONS}
+    common = {"ns_coefficients": "quintic", **OPTIONS}
+    yield Case("muon", "TensorParallelMuon, extra_scale_factor=0.2",
+               functools.partial(module.TensorParallelMuon, extra_scale_factor=0.2, **wide),
+               ours(adjust_lr_fn="match_rms_adamw", **common))
+    parts = [4, 2, 2]
+    yield Case("muon", "TensorParallelMuon, split_qkv",
+               functools.partial(module.TensorParallelMuon, split_qkv=True, is_qkv_fn=lambda weight: True,
+                                 qkv_split_shapes=parts, **wide),
+               split({"rows": parts, "repeat": 3}, adjust_lr_fn="sqrt_max", **common), shapes=((24, 40), (24, 10)))
+    adaptive = functools.partial(module.TensorParallelAdaptiveMuon, moment2_method="normuon", beta2=BETA2, **wide)
+    if not hasattr(adaptive([torch.nn.Parameter(torch.ones(2, 2))]), "scale_mode"):
+        raise Missing("TensorParallelAdaptiveMuon lacks the attribute scale_mode that this version of "
+                      "Emerging-Optimizers reads in every step")
+    yield Case("normuon", "TensorParallelAdaptiveMuon, normuon", adaptive,
+               by_shape(longer_side, adjust_lr_fn="sqrt_max", **common))
+
+
 def timm(place: Place) -> Iterator[Case]:
     """timm: coefficients by other numbers under equal names, so the triples are passed."""
     module = alone(place.root("timm") / "timm" / "optim", "muon")
@@ -332,27 +370,19 @@ def timm(place: Place) -> Iterator[Case]:
                ours(adjust_lr_fn="match_rms_adamw", **{**quintic, "ns_coefficients": divided}))
     shapes = ((8, 6, 3, 3), (40, 4, 3, 3))
     yield Case("muon", "convolutions, conv_mode=flatten", functools.partial(module.Muon, **OPTIONS),
-               _split("flatten", adjust_lr_fn="match_rms_adamw", **quintic), shapes=shapes)
+               split("flatten", adjust_lr_fn="match_rms_adamw", **quintic), shapes=shapes)
     yield Case("muon", "convolutions, conv_mode=batched",
                functools.partial(module.Muon, conv_mode="batched", **OPTIONS),
-               _split("taps", adjust_lr_fn=lambda r, c: 0.2 * math.sqrt(max(r, c)) / 3, **quintic), shapes=shapes)
+               split("taps", adjust_lr_fn=lambda r, c: 0.2 * math.sqrt(max(r, c)) / 3, **quintic), shapes=shapes)
     theirs = functools.partial(module.Muon, algo="adamuon", betas=(0.9, BETA2), eps=1e-8, **OPTIONS)
-    yield Case("adamuon", "algo=adamuon", theirs, _unsigned(adjust_lr_fn=0.2, **quintic))
+    yield Case("adamuon", "algo=adamuon", theirs, unsigned(adjust_lr_fn=0.2, **quintic))
     yield Case("adamuon", "algo=adamuon, sign=True of ours", theirs,
                by_shape(lambda *_: {"rule": "adamuon", "beta2": BETA2}, adjust_lr_fn=0.2, **quintic),
                why="it orthogonalizes the momentum, not its signs: pass sign=False")
     yield Case("adamuon", "algo=adamuon, adjust_lr_fn=rms_to_rms",
                functools.partial(module.Muon, algo="adamuon", betas=(0.9, BETA2), adjust_lr_fn="rms_to_rms", **OPTIONS),
-               _unsigned(adjust_lr_fn="spectral_norm", **quintic),
+               unsigned(adjust_lr_fn="spectral_norm", **quintic),
                why="with other factors than match_rms_adamw the update is not scaled to a fixed RMS")
-
-
-def _split(form: str, **options: object) -> Build:
-    return lambda weights: package().Muon([{"params": weights, "split": form}], wire_dtype=torch.float32, **options)
-
-
-def _unsigned(**options: object) -> Build:
-    return by_shape(lambda *_: {"rule": "adamuon", "beta2": BETA2, "sign": False}, **options)
 
 
 def pytorch_optimizer(place: Place) -> Iterator[Case]:
@@ -376,10 +406,10 @@ def pytorch_optimizer(place: Place) -> Iterator[Case]:
                why="its update has RMS 0.2; ours keeps the norm of O, which is near sqrt(min(R, C)), not equal")
     without = {"lr": LR, "weight_decay": DECAY}
     yield Case("adamuon", "AdaMuon", theirs("AdaMuon", betas=(MOMENTUM, BETA2), eps=1e-8, **without),
-               _unsigned(adjust_lr_fn=0.2, nesterov=False, **jordan))
+               unsigned(adjust_lr_fn=0.2, nesterov=False, **jordan))
     yield Case("adamuon", "AdaMuon, use_adjusted_lr=False",
                theirs("AdaMuon", betas=(MOMENTUM, BETA2), eps=1e-8, use_adjusted_lr=False, **without),
-               _unsigned(adjust_lr_fn=lambda r, c: original(r, c) / math.sqrt(max(r, c)), nesterov=False, **jordan))
+               unsigned(adjust_lr_fn=lambda r, c: original(r, c) / math.sqrt(max(r, c)), nesterov=False, **jordan))
 
 
 def heavyball(place: Place) -> Iterator[Case]:
@@ -426,7 +456,7 @@ def dion(place: Place) -> Iterator[Case]:
     def theirs(weights):
         return Muon([{"params": weights, "split_sizes": [16, 8]}], **common)
 
-    yield Case("muon", "Muon, split_sizes", theirs, _split({"rows": [16, 8]}, **sums), shapes=((24, 40), (24, 12)))
+    yield Case("muon", "Muon, split_sizes", theirs, split({"rows": [16, 8]}, **sums), shapes=((24, 40), (24, 12)))
     for cautious, decay in ((False, "decoupled"), (True, "cautious")):
         yield Case("normuon", f"NorMuon, cautious_wd={cautious}",
                    functools.partial(NorMuon, muon_beta2=BETA2, cautious_wd=cautious, **common),
@@ -523,6 +553,7 @@ PEERS = {
     "adamuon": (adamuon, "adamuon"),
     "muon_plus": (muon_plus, "muon_plus"),
     "emerging_optimizers": (emerging_optimizers, "emerging-optimizers"),
+    "megatron": (megatron, "megatron-core"),
     "timm": (timm, "timm"),
     "pytorch_optimizer": (pytorch_optimizer, "pytorch_optimizer"),
     "heavyball": (heavyball, "heavyball"),
