@@ -141,6 +141,27 @@ def test_a_rule_may_change_live(optimizer):
     assert torch.equal(params[0], twins[0])
 
 
+def test_a_switch_that_chooses_a_kernel_may_change_live(optimizer):
+    """`sign` of adamuon: the second step has the bits of an optimizer that had the value from its construction on."""
+    live, other = weights(), weights()
+    one = optimizer.Muon(live, rule="adamuon")
+    fill(live)
+    one.step()
+    two = optimizer.Muon([{"params": other, "sign": False}], rule="adamuon")
+    state = one.state_dict()
+    state["param_groups"][0]["sign"] = False
+    two.load_state_dict(state)
+    with torch.no_grad():
+        other[0].copy_(live[0])
+    one.param_groups[0]["sign"] = False
+    fill(live)
+    other[0].grad = live[0].grad.clone()
+    before = live[0].detach().clone()
+    one.step()
+    two.step()
+    assert torch.equal(live[0], other[0]) and not torch.equal(live[0], before)
+
+
 def test_a_rule_without_its_options_is_refused(optimizer):
     params = weights()
     muon = optimizer.Muon(params)

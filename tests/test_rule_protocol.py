@@ -133,8 +133,8 @@ def polar(U):
     return P @ Q
 
 
-def adamuon(W, U, state, t):
-    O = polar(U.sign())
+def adamuon(W, U, state, t, sign=True):
+    O = polar(U.sign() if sign else U)
     state["V"] = 0.95 * state.get("V", 0) + 0.05 * O ** 2
     A = O / (state["V"].sqrt() + 1e-8)
     return W * (1 - LR * 0.1) - LR * factor(W) * A * (A.numel() ** 0.5) / A.norm()
@@ -168,7 +168,8 @@ def factor(W):
 
 
 FORMULAS = {
-    "adamuon": (adamuon, {}), "hyperball": (hyperball, {}), "normuon_columns": (normuon_columns, {}),
+    "adamuon": (adamuon, {}), "adamuon, without signs": (lambda *a: adamuon(*a, sign=False), {"sign": False}),
+    "hyperball": (hyperball, {}), "normuon_columns": (normuon_columns, {}),
     "muon_plus": (muon_plus, {}),
     "muon_plus, rows": (lambda *a: muon_plus(*a, after=(-1,)), {"normalize": "row"}),
     "muon_eq": (lambda *a: muon_plus(*a, before=(-1,), after=()), {"equilibrate": "row", "normalize": None}),
@@ -473,9 +474,12 @@ def test_an_update_in_torch_is_refused_in_a_graph_of_the_step(optimizer):
     optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=chosen("theirs, of whole matrices"), capturable=True)
 
 
-def test_options_of_a_rule_are_checked(optimizer):
-    with pytest.raises(ValueError, match="normalize='rows' must be one of"):
-        optimizer.Muon([{"params": [nn.Parameter(torch.ones(4, 3))], "rule": "muon_plus", "normalize": "rows"}])
+@pytest.mark.parametrize("rule, key, value, text", [
+    ("muon_plus", "normalize", "rows", "normalize='rows' must be one of"),
+    ("adamuon", "sign", "no", "sign='no' must be True or False")])
+def test_options_of_a_rule_are_checked(rule, key, value, text, optimizer):
+    with pytest.raises(ValueError, match=text):
+        optimizer.Muon([{"params": [nn.Parameter(torch.ones(4, 3))], "rule": rule, key: value}])
 
 
 def test_normuon_is_muon_with_the_rule(optimizer):

@@ -237,8 +237,8 @@ def _constants_of(groups: Sequence[dict]) -> tuple:
     keys = option_keys(groups) if any(fixed[RULE]) else []
     for key in keys:
         values = list(map(dict.get, groups, itertools.repeat(key)))
-        # Numbers are read live
-        forms.append([None if type(v) in NUMBER_TYPES else frozen(v) for v in values])
+        # Numbers are read live; switches may choose kernels
+        forms.append([None if type(v) in (float, int) else frozen(v) for v in values])
     alike = _first_alike(groups, keys) if len(groups) > 1 else []
     return list(map(id, groups)), counts, fixed, forms, betas, alike
 

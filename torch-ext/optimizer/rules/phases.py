@@ -46,7 +46,8 @@ class Phases:
     def pack(self, *arguments: Any) -> Pack | PackByRule:
         """Bind phase 1; arguments of `Pack`."""
         if not self.has_update:
-            return Pack(*arguments, signs=self.rule.fused and self.rule.sends_signs)
+            option = self.rule.sends_signs
+            return Pack(*arguments, signs=bool(option) and self.group[option])
         return PackByRule(self._update, *arguments)
 
     def weight_update(

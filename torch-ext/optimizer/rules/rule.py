@@ -154,8 +154,8 @@ class Rule:
     # the workspace, in wire_dtype, and read `Units.scalars` and `Units.groups`. Weights and state
     # per element are stacks, or `ScatteredMatrices` where a rank stores whole matrices
     fused: ClassVar[bool] = False
-    # Of a fused rule: Newton-Schulz gets the signs of U, from the kernel of the momentum
-    sends_signs: ClassVar[bool] = False
+    # Name of an option, a bool: True has the kernel of the momentum write the signs of U
+    sends_signs: ClassVar[str] = ""
     # Of a fused rule: names in `sends` that the kernel of the weight update reads. (f,), per row or
     # matrix: factors of O beside lr and scale. (f, k), per matrix: W <- W k - O f
     write_factors: ClassVar[tuple[str, ...]] = ()

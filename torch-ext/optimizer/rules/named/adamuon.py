@@ -6,10 +6,14 @@
     O <- A sqrt(R C) / ||A||                   of RMS 1; `scale` is 0.2 in the paper
 
 V needs no bias correction: a common factor cancels in the norm. The owner makes A, and sends the
-factor after it to the weight update.
+factor after it to the weight update. The option `sign` (True): False takes the polar factor of U,
+as timm and pytorch_optimizer do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -25,11 +29,17 @@ class AdaMuon(Rule):
 
     name = "adamuon"
     state = (State("second_moment_of_elements"),)
-    options = {"beta2": 0.95}
+    options = {"beta2": 0.95, "sign": True}
     sends = {"size": "matrix"}
     fused = True
-    sends_signs = True
+    sends_signs = "sign"
     write_factors = ("size",)
+
+    @classmethod
+    def check(cls, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for a `sign` that is no bool."""
+        if not isinstance(group["sign"], bool):
+            raise ValueError(f"sign={group['sign']!r} must be True or False")
 
     def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
         """Update V, make A of O (N, R, C), and send the factor to RMS 1; zeros stay zero."""
