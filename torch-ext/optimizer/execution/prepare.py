@@ -36,7 +36,7 @@ from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
 from ..rules.muon import comparable_scale, is_stochastic, is_sum
-from ..rules.rule import host_constants, rule_of
+from ..rules.rule import host_constants, rule_of, sends_signs
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
 from .bucket_updates import BucketInputs
@@ -196,6 +196,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         is_sum(group),
         is_stochastic(group),
         rule_of(group) if group["use_muon"] else None,
+        group["use_muon"] and sends_signs(group),
         forms,
         tuple(splits),
         tuple(map(id, part.params)),

@@ -18,7 +18,7 @@ from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
-from .rule import Numbers, Rule, Units, overrides, rule_name, writes_weights
+from .rule import Numbers, Rule, Units, overrides, rule_name, sends_signs, writes_weights
 
 Stack = torch.Tensor | ScatteredRows
 # (G, M, index of the group) -> (U, the new M)
@@ -46,8 +46,7 @@ class Phases:
     def pack(self, *arguments: Any) -> Pack | PackByRule:
         """Bind phase 1; arguments of `Pack`."""
         if not self.has_update:
-            option = self.rule.sends_signs
-            return Pack(*arguments, signs=bool(option) and self.group[option])
+            return Pack(*arguments, signs=sends_signs(self.group))
         return PackByRule(self._update, *arguments)
 
     def weight_update(

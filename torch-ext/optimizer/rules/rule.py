@@ -208,6 +208,12 @@ def overrides(rule: Rule, method: str) -> bool:
     return getattr(type(rule), method) is not getattr(Rule, method)
 
 
+def sends_signs(group: Mapping[str, Any]) -> bool:
+    """Whether the kernel of the momentum writes the signs of U, for Newton-Schulz."""
+    option = rule_of(group).sends_signs
+    return bool(option) and group[option]
+
+
 def weight_dtype(rule: Rule, wire_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of weights that a rule reads at the owner. Kernels of fused rules take norms
     of weights, for which bf16 is enough: rounding to nearest leaves a sum of squares as it was, up
