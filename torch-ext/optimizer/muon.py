@@ -36,7 +36,7 @@ from .qk_clip.clip import QKClip
 from .report import Report, Stopwatch, report_of
 from .rules import check
 from .rules.decay import DECOUPLED
-from .rules.muon import MOMENTUM_FORMS, Scale
+from .rules.muon import MOMENTUM_FORMS, STEPS_KEY, Scale, count_momentum, is_corrected
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
@@ -82,6 +82,8 @@ class Muon(StateDictMethods):
         weights before the first step, kept as state `initial_weight`.
     momentum_form ("ema"): "sum": M <- mu M + G, nesterov: orthogonalize G + mu M, kept as state
         `momentum_sum`, as in Dion and Motif. Equal to "ema" while momentum is constant.
+        "bias_corrected": Nesterov's mix as in optax.contrib.muon, which gives G more weight in
+        early steps (docs/rules.md). The key `momentum_steps` of a group counts the steps.
     rule (None): what a step computes, in groups without a key `rule`: a name of docs/rules.md or a
         subclass of `Rule`. Options of the rule are keys of groups. None: "muon", in `NorMuon`
         "normuon".
@@ -274,6 +276,8 @@ class Muon(StateDictMethods):
         if validation.is_adamw(group):
             return
         check.adopt(group, self._rule, validation.GROUP_KEYS)
+        if is_corrected(group):
+            group.setdefault(STEPS_KEY, 0)
         # Without a split there is no key: checkpoints from before keys were added have none, and
         # torch.distributed.checkpoint refuses to load fewer keys than groups have
         if "split" in group:
@@ -395,6 +399,9 @@ class Muon(StateDictMethods):
         bound.inputs.drop_gradients()
         if bound.nonfinite is not None:
             self._count_skipped(bound.nonfinite, found_inf is None)
+        # A step that creates state changes nothing
+        if bound.counting and not bound.missing.only_counts:
+            count_momentum(bound.counting)
 
     def _read_groups(self) -> None:
         """Check and follow values that schedules wrote into groups; ValueError names the group."""

@@ -46,6 +46,7 @@ GROUP_KEYS = (
     "betas",
     "momentum",
     "momentum_form",
+    "momentum_steps",
     "nesterov",
     "ns_coefficients",
     "eps",

@@ -41,7 +41,7 @@ from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan, sent_piece
 from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
-from ..rules.muon import is_sum
+from ..rules.muon import is_corrected, is_sum
 from ..rules.phases import AnyWeightUpdate, PackByRule, Phases
 from ..rules.rule import MuonConstants, host_constants, momentum_key, reads_gradients, rule_of
 from .cuda_graphs import Graphs
@@ -146,8 +146,15 @@ class BoundUpdate(BucketUpdate):
         M, *sources = self._momentum_args(pieces)
         skip = self.store.skip(pieces)
         groups = self._groups(pieces)
-        sums = is_sum(self.group)
-        return self.phases.pack(M, [to[p] for p in pieces], *sources, skip, groups, sums)
+        return self.phases.pack(
+            M,
+            [to[p] for p in pieces],
+            *sources,
+            skip,
+            groups,
+            is_sum(self.group),
+            is_corrected(self.group),
+        )
 
     def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> AnyWeightUpdate:
         """Bind the launch that writes W and M of `pieces`; O, and numbers sent by the owner, are
@@ -526,8 +533,10 @@ class UnreducedUpdate(OwnerUpdate):
         whole = self.stacks.input_view
         means = sources, [self.mean.out]
         groups = self._groups(owned)
-        sums = is_sum(self.group)
-        self.pack_owned = self.phases.pack(M, [whole[p] for p in owned], *means, skip, groups, sums)
+        form = is_sum(self.group), is_corrected(self.group)
+        self.pack_owned = self.phases.pack(
+            M, [whole[p] for p in owned], *means, skip, groups, *form
+        )
         self.load = self._bind_loads(state, whole)
         self.save = self._bind_saves(state, whole)
         # The stacks lie in the shared scratch, which the next bucket takes over before `apply`

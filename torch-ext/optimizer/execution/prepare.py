@@ -34,7 +34,7 @@ from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
-from ..rules.muon import comparable_scale, is_sum
+from ..rules.muon import STEPS_KEY, comparable_scale, is_corrected, is_sum
 from ..rules.rule import host_constants, rule_of
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
@@ -193,7 +193,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["use_muon"],
         group["adjust_lr_fn"],
         form_of_decay(group),
-        is_sum(group),
+        (is_sum(group), is_corrected(group)),
         rule_of(group) if group["use_muon"] else None,
         forms,
         tuple(splits),
@@ -476,6 +476,7 @@ class BoundStep:
         buffers = InputBuffers(plans, flag_counts(plans), device)
         flags = None if nonfinite == "propagate" else FlagBuffers(plans, device)
         self.stores = _make_stores(plans, state, buffers, flags)  # one for each plan
+        self.counting = [group for group in groups if STEPS_KEY in group]
         # Even without parameters on this rank: the check is collective, and other ranks may have
         # some
         if flags is not None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.decay import DECOUPLED
-from ..rules.muon import MOMENTUM_FORMS
+from ..rules.muon import MOMENTUM_FORMS, SETTLED, STEPS_KEY
 from ..rules.rule import RULES, number_of, reads_gradients, rule_of
 from .checks.group_values import (
     BELOW_ONE,
@@ -64,11 +64,12 @@ GROUP_KEYS = frozenset(
         "process_group",
         "decay",
         "momentum_form",
+        STEPS_KEY,
     )
 )
 # Keys that a group has only if they were given -> default. So checkpoints from before a key was
 # added fit: torch.distributed.checkpoint refuses to load fewer keys than groups have
-OPTIONAL_KEYS = {"decay": DECOUPLED, "momentum_form": MOMENTUM_FORMS[0]}
+OPTIONAL_KEYS = {"decay": DECOUPLED, "momentum_form": MOMENTUM_FORMS[0], STEPS_KEY: SETTLED}
 # Keys that learning-rate schedulers add
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 # Keys of torch and torchtitan, allowed though without effect

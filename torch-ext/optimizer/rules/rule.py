@@ -54,7 +54,7 @@ from ..kernels.elementwise.weight_update import ALL
 from ..newton_schulz import coefficients
 from ..params.units import WHOLE, Split
 from .decay import INITIAL_KEY, form_of, rate_of
-from .muon import SUM_KEY, is_sum
+from .muon import MOMENTUM_FORMS, SUM_KEY, is_sum, nesterov_weight
 
 PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
 
@@ -85,15 +85,15 @@ class Numbers:
     """
 
     def __init__(self, rule: Rule, group: Mapping[str, Any], scalars: torch.Tensor) -> None:
-        """`scalars`: `device_scalars` of one group (8,), or of the group of each matrix (N, 8), in
-        fp32 on the device. `group`: the live group, one of several with equal options.
+        """`scalars`: `device_scalars` of one group (12,), or of the group of each matrix (N, 12),
+        in fp32 on the device. `group`: the live group, one of several with equal options.
         """
         self._group = group
         self._options = rule.options
         if scalars.ndim > 1:
             scalars = scalars.T.unsqueeze(-1).unsqueeze(-1)
         self.lr, self.decay, beta2, one_minus_beta2, self.one_minus_momentum = scalars[:5]
-        self.momentum, _, self.weight_decay = scalars[5:]
+        self.momentum, _, self.weight_decay = scalars[5:8]
         if "beta2" in rule.options:
             self.beta2, self.one_minus_beta2 = beta2, one_minus_beta2
 
@@ -377,9 +377,9 @@ def all_state_keys() -> tuple[str, ...]:
 
 def device_scalars(group: Mapping[str, Any]) -> list[float]:
     """Return the numbers of a group that schedules change, for device memory in fp32:
-    [lr, 1 - rate, beta2, 1 - beta2, 1 - momentum, momentum, rate, weight_decay], with the rate of
-    decay (lr weight_decay, see decay.py). AdamW reads lr, and the rate of other forms of decay than
-    the default.
+    [lr, 1 - rate, beta2, 1 - beta2, 1 - momentum, momentum, rate, weight_decay, weight of G in
+    Nesterov's mix, 0, 0, 0], with the rate of decay (lr weight_decay, see decay.py). AdamW reads
+    lr, and the rate of other forms of decay than the default.
     """
     lr = float(group["lr"])
     weight_decay = float(group["weight_decay"])
@@ -388,7 +388,9 @@ def device_scalars(group: Mapping[str, Any]) -> list[float]:
     momentum = float(group["momentum"])
     # The weight update reads from element 0, the momentum from element 4. Both addresses are
     # multiples of 16 bytes: Triton would compile each kernel anew for an unaligned pointer
-    return [lr, 1.0 - rate, beta2, 1.0 - beta2, 1.0 - momentum, momentum, rate, weight_decay]
+    mix = nesterov_weight(group) if "momentum_form" in group else 1.0 - momentum
+    means = [beta2, 1.0 - beta2, 1.0 - momentum, momentum]
+    return [lr, 1.0 - rate, *means, rate, weight_decay, mix, 0.0, 0.0, 0.0]
 
 
 class MuonConstants(NamedTuple):
@@ -400,7 +402,7 @@ class MuonConstants(NamedTuple):
     nesterov: bool
     options: tuple  # values of `Rule.options`, without beta2
     decay: int  # form of decay of the weight update
-    is_sum: bool  # the momentum is a sum
+    momentum_form: str  # one of MOMENTUM_FORMS
 
 
 def frozen(value: object) -> object:
@@ -438,8 +440,8 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
         nesterov = bool(group["nesterov"])
         # Without a call for groups without these keys: each part of a bucket reads the constants
         decay = form_of(group) if "decay" in group else ALL
-        sums = "momentum_form" in group and is_sum(group)
-        return MuonConstants(steps, float(group["eps"]), rule, nesterov, options, decay, sums)
+        form = group["momentum_form"] if "momentum_form" in group else MOMENTUM_FORMS[0]
+        return MuonConstants(steps, float(group["eps"]), rule, nesterov, options, decay, form)
     fixed = map(float, (*group["betas"], group["eps"], group["weight_decay"]))
     return *fixed, float(group["lr"]) if wide else None, group.get("decay")
 

@@ -26,7 +26,7 @@ from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
 from ..rules.decay import INITIAL_KEY
-from ..rules.muon import SUM_KEY, is_sum
+from ..rules.muon import SETTLED, STEPS_KEY, SUM_KEY, is_sum
 from ..rules.rule import all_state_keys, state_device_and_dtype, state_keys, state_shape
 from .consolidated import refuse_elsewhere
 from .peers import PEERS, listed, marked
@@ -152,6 +152,7 @@ class Loading:
             # A checkpoint of torch.distributed.checkpoint without state: torch raises
             return None
         groups = [with_function(number, *pair) for number, pair in enumerate(zip(groups, self.own))]
+        groups = list(map(with_momentum_steps, groups, self.own))
         states = {key: without_holes(state) for key, state in loaded["state"].items()}
         loaded = {**loaded, "param_groups": groups, "state": states}
         self.restored = restore(loaded, self.own, self.options)
@@ -469,6 +470,13 @@ def in_momentum_form(state: object, group: dict, saved: dict) -> object:
     rest = {key: value for key, value in state.items() if key != "momentum_buffer"}
     momentum = float(saved.get("momentum", group["momentum"]))
     return {**rest, SUM_KEY: wide / (1.0 - momentum)}
+
+
+def with_momentum_steps(saved: dict, own: dict) -> dict:
+    """Return the options `saved` with SETTLED as `momentum_steps` if only the own group counts
+    steps: a checkpoint without the count has a momentum of unknown age, taken as old.
+    """
+    return {STEPS_KEY: SETTLED, **saved} if STEPS_KEY in own else saved
 
 
 def _foreign_entries(state: object) -> dict:

@@ -28,12 +28,16 @@ from .multi_tensor import (
 
 tl = None  # Triton's language, put here by jit
 
+# In the numbers of a group: elements from 1 - mu to the weight of G in a bias-corrected U
+NESTEROV = 4
+
 
 class Pack:
     """Momentum of many rectangles: M <- mu M + (1 - mu) G, then U <- mu M + (1 - mu) G or U <- M.
 
     M: momentum, G: gradient, U: update, mostly a view of a send buffer. The first form of U is
     Nesterov momentum, with the new M. With `sums`: M <- mu M + G, then U <- mu M + G or U <- M.
+    With `corrected`, Nesterov's U is M + y (G - M), with a number y of the parameter group.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Pack:
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
         sums: bool = False,
+        corrected: bool = False,
     ):
         """Bind M and U: lists of 2-D views with equal shapes, at fixed addresses. `groups`: number
         of the parameter group of each rectangle; None: group 0.
@@ -60,6 +65,7 @@ class Pack:
             bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
         )
         self.sums = sums
+        self.corrected = corrected
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
         self.groups = groups_of(groups, self.launches)
         self.skip = skip
@@ -77,8 +83,9 @@ class Pack:
 
         `tensors`: all gradients of the step, unchanged. `addresses`: their addresses, int64 on the
         device (None without Triton). `weight`: 1 - mu of group 0, then mu, read with `sums` only,
-        in fp32 on the device; the values of group i are i * NUMBERS elements behind. Without
-        `update_momentum`, `WeightUpdate` writes M later, together with the weight.
+        in fp32 on the device; y, read with `corrected` only, is NESTEROV elements behind the
+        first. The values of group i are i * NUMBERS elements behind. Without `update_momentum`,
+        `WeightUpdate` writes M later, together with the weight.
         """
         if self.launches is None:
             gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
@@ -88,7 +95,8 @@ class Pack:
                     self.M, self.U, gradients, factors, nesterov, update_momentum, self.skip
                 )
             weights = [weight[at] for at in self.group_offsets]
-            return pack_torch(self.M, self.U, gradients, weights, nesterov, update_momentum)
+            mixes = [weight[at + NESTEROV * self.corrected] for at in self.group_offsets]
+            return pack_torch(self.M, self.U, gradients, weights, nesterov, update_momentum, mixes)
         for launch, (flags, places, skips), (groups, grouped) in zip(
             self.launches, self.skips, self.groups
         ):
@@ -105,6 +113,7 @@ class Pack:
                 SKIPS=skips,
                 GROUPED=grouped,
                 SUMS=self.sums,
+                CORRECTED=self.corrected,
             )
 
 
@@ -131,15 +140,16 @@ def pack_torch(
     weights: Sequence[torch.Tensor],
     nesterov: bool,
     update_momentum: bool = True,
+    mixes: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Compute `Pack` in torch, rectangle by rectangle, with the bits of the kernel. `weights`: 1 -
-    mu of each rectangle.
+    mu of each rectangle. `mixes`: the weight of G in Nesterov's U; None: `weights`.
     """
-    for m, u, g, weight in zip(M, U, G, weights):
+    for m, u, g, weight, mix in zip(M, U, G, weights, mixes or weights):
         new = lerp(m, g, weight)
         if update_momentum:
             m.copy_(new)
-        u.copy_(lerp(new, g, weight) if nesterov else new)
+        u.copy_(lerp(new, g, mix) if nesterov else new)
 
 
 def pack_sums_torch(
@@ -189,6 +199,7 @@ def _pack_kernel(
     SKIPS: tl.constexpr,
     GROUPED: tl.constexpr,
     SUMS: tl.constexpr,
+    CORRECTED: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -198,7 +209,8 @@ def _pack_kernel(
 ):
     """Compute `Pack` for a block of elements. Lists of the table: M, U, G.
 
-    `weight`: pointer to 1 - mu of group 0, then mu. SUMS: M is a sum. `flags`, `places`: see
+    `weight`: pointer to 1 - mu of group 0, then mu; y is NESTEROV (4) elements behind the first.
+    SUMS: M is a sum. CORRECTED: y is the weight of G in Nesterov's U. `flags`, `places`: see
     `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
@@ -220,10 +232,13 @@ def _pack_kernel(
     else:
         if SKIPS:
             g = tl.where(unskipped(inside, blocks, flags, places), g, m)
-        rest = tl.load(weight + group_offset(blocks, groups, GROUPED))
+        at = weight + group_offset(blocks, groups, GROUPED)
+        rest = tl.load(at)
         m += rest * (g - m)
         tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
         if NESTEROV:
+            if CORRECTED:
+                rest = tl.load(at + 4)
             m += rest * (g - m)
     tl.store(u_at, m.to(TYPE_1), mask=inside)
 

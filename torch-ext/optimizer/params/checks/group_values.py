@@ -11,8 +11,16 @@ from collections.abc import Callable, Iterable
 from ...kernels.elementwise.weight_update import ALL
 from ...newton_schulz.coefficients import FP32_MAX, steps_of
 from ...rules.decay import DECAYS, DECOUPLED, form_of
-from ...rules.muon import AMBIGUOUS_SCALES, MOMENTUM_FORMS, SCALES, is_sum
-from ...rules.rule import number_of, rule_of, writes_weights
+from ...rules.muon import (
+    AMBIGUOUS_SCALES,
+    MOMENTUM_FORMS,
+    SCALES,
+    SETTLED,
+    STEPS_KEY,
+    is_corrected,
+    is_sum,
+)
+from ...rules.rule import number_of, overrides, rule_of, writes_weights
 from ..errors import shortened
 
 FINITE = "a finite number >= 0 that fp32 holds"
@@ -30,6 +38,9 @@ def check_values(group: dict) -> None:
     form = group.get("momentum_form", MOMENTUM_FORMS[0])
     is_form = isinstance(form, str) and form in MOMENTUM_FORMS
     require(is_form, "momentum_form", form, f"one of {MOMENTUM_FORMS}")
+    count = group.get(STEPS_KEY, 0)
+    is_count = type(count) is int and 0 <= count <= SETTLED
+    require(is_count, STEPS_KEY, count, f"a whole number from 0 to {SETTLED}, the steps so far")
     steps_of(group["ns_coefficients"], group["ns_steps"])
     if is_adamw(group) and group.get("betas") is None:
         raise ValueError(
@@ -54,8 +65,11 @@ def _check_rule(group: dict) -> None:
             "it to the group along with the rule"
         )
     rule.check(group)
-    own = {"decay": form_of(group) != ALL, "momentum_form": is_sum(group)}
-    for key in [key for key, differs in own.items() if writes_weights(rule) and differs]:
+    # A bias correction changes the numbers of the momentum, which only `update` replaces
+    form = writes_weights(rule) and is_sum(group)
+    form = form or overrides(rule, "update") and is_corrected(group)
+    own = {"decay": writes_weights(rule) and form_of(group) != ALL, "momentum_form": form}
+    for key in [key for key, differs in own.items() if differs]:
         raise ValueError(
             f"{key}={group[key]!r} with rule={group['rule']!r}, which has formulas of its own: "
             f"leave {key} out, or use another rule"
