@@ -7,3 +7,4 @@ from . import normuon as _normuon  # noqa: F401
 from .named import adamuon as _adamuon  # noqa: F401
 from .named import hyperball as _hyperball  # noqa: F401
 from .named import muon_plus as _muon_plus  # noqa: F401
+from .named import normuon_aspect as _normuon_aspect  # noqa: F401
