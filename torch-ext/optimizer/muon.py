@@ -63,7 +63,8 @@ class Muon(StateDictMethods):
     that are not allowed raise ValueError, TypeError or NotImplementedError at construction.
 
     params: parameters, named parameters, or groups. A group with use_muon=True (the default) holds
-        parameters (..., R, C), each (R, C) a matrix. A group with use_muon=False goes to AdamW.
+        parameters (..., R, C), each (R, C) a matrix. A group with use_muon=False goes to
+        AdamW, or with the key rule to "lion", "sgd" or "sign" (docs/rules.md).
     lr (1e-3): learning rate, a number or a CPU tensor. Groups get tensors of their own.
     weight_decay (0.1): W is multiplied by 1 - lr weight_decay.
     momentum (0.95): mu in M <- mu M + (1 - mu) G. In AdamW groups: beta1.
@@ -244,8 +245,8 @@ class Muon(StateDictMethods):
         with in_group(count, param_group):
             param_group = self._own_process_groups.take_key(param_group, self._options)
         if validation.is_adamw(param_group):
-            for key, value in self._adamw.items():
-                param_group.setdefault(key, value)
+            with in_group(count, param_group):
+                check.adopt_elementwise(param_group, self._adamw)
         members = (
             validation.Members(self.param_groups) if self._has_all_groups else self._first_members
         )

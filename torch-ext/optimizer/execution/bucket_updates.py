@@ -93,6 +93,7 @@ class BoundUpdate(BucketUpdate):
             self.rule = rule_of(inputs.group)
             self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
             self.reads_gradients = reads_gradients(self.rule)
+            self.adjust_lr_fn = self.rule.adjust_lr_fn or inputs.group["adjust_lr_fn"]
 
     # Binding
 
@@ -188,7 +189,7 @@ class BoundUpdate(BucketUpdate):
 
     def _scales(self, pieces: Sequence[Piece]) -> list[float]:
         """Factor on the learning rate of each piece, from the shape of the whole matrix."""
-        return [muon.scale_of(p.matrix, self.group["adjust_lr_fn"]) for p in pieces]
+        return [muon.scale_of(p.matrix, self.adjust_lr_fn) for p in pieces]
 
     def _make_stacks(self, read_from: Views | None = None, write_to: Views | None = None) -> Stacks:
         """The stacks of the bucket's owned matrices; arguments as in `Stacks`."""
@@ -203,7 +204,7 @@ class BoundUpdate(BucketUpdate):
         """Bind Newton-Schulz from `stacks.inputs` to `stacks.outputs`, and for each stack what the
         rule's phases read besides: tensors in fp32, factor on lr, groups of the matrices.
         """
-        adjust = self.group["adjust_lr_fn"]
+        adjust = self.adjust_lr_fn
         self.units = [
             self.phases.bind(
                 wide, muon.scale_of(matrices[0], adjust), self._group_offsets(matrices)

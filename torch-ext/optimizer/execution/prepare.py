@@ -34,6 +34,7 @@ from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
+from ..rules.elementwise import elementwise_of
 from ..rules.muon import STEPS_KEY, comparable_scale, is_corrected, is_sum
 from ..rules.rule import host_constants, rule_of
 from ..state import create
@@ -140,7 +141,9 @@ def step_together(parts: Sequence[Part]) -> list[GroupParams]:
         process_group = options.process_group
         ranks = () if process_group is None else dist.get_process_group_ranks(process_group)
         by_ranks = bucket_sort_key(tuple(ranks))
-        key = by_ranks, 1, -1 if options.owner_keeps_state else number, ""
+        key = by_ranks, 2, number, ""
+        if not group["use_muon"] and options.owner_keeps_state:
+            key = by_ranks, 1, 0, elementwise_of(group).name
         if group["use_muon"]:
             scale = group["adjust_lr_fn"]
             if callable(scale):  # equal factors, in place of the address of the function
@@ -194,7 +197,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["adjust_lr_fn"],
         form_of_decay(group),
         (is_sum(group), is_corrected(group)),
-        rule_of(group) if group["use_muon"] else None,
+        (rule_of if group["use_muon"] else elementwise_of)(group),
         forms,
         tuple(splits),
         tuple(map(id, part.params)),
@@ -575,7 +578,8 @@ def _bind(
     for plan, store in zip(plans, stores):
         if plan.rank_plans is None:
             own_graphs = adamw_graphs if options.capturable else None
-            label = f"AdamW ({len(plan.params)} parameters, the first {store.names[0]})"
+            name = elementwise_of(plan.group).name.replace("adamw", "AdamW")
+            label = f"{name} ({len(plan.params)} parameters, the first {store.names[0]})"
             jobs.append((AdamWUpdate(store, label, written, own_graphs), plan.group))
     # Labels count as `plan_report` does, where AdamW's updates come last with capturable
     skipped = len(jobs) if options.capturable else 0

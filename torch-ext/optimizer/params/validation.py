@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.decay import DECOUPLED
+from ..rules.elementwise import ELEMENTWISE
 from ..rules.muon import MOMENTUM_FORMS, SETTLED, STEPS_KEY
 from ..rules.rule import RULES, number_of, reads_gradients, rule_of
 from .checks.group_values import (
@@ -181,7 +182,7 @@ def check_group(
     arguments that no group can change. Parameters with requires_grad=False are accepted unchecked,
     except lazy parameters.
     """
-    rule = RULES.get(group.get("rule"))
+    rule = (ELEMENTWISE if is_adamw(group) else RULES).get(group.get("rule"))
     options = rule.options if rule else ()
     _check_keys(group, {*GROUP_KEYS, *extra_keys, *options}, arguments or {})
     check_numbers(group)

@@ -27,6 +27,7 @@ from ..params.layout import Layout, layout_of, row_chunks, this_rank
 from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable, splits_by_id
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
+from ..rules.elementwise import elementwise_of
 from ..rules.rule import Rule, rule_of, state_device_and_dtype
 from .cost_model import CostModel, latency_bytes
 from .memory_model import ChunkPlanInputs, PlanInputs, never
@@ -298,6 +299,7 @@ class Planner:
             state_dtype.itemsize,
             self.process_groups.send_once(self.device),
             self.options.grads_are_reduced,
+            len(elementwise_of(groups[0]).averages),
         )
         rank_bytes = self.options.workspace_limit_bytes(self.device)
         if self.options.overlap_backward:

@@ -26,6 +26,7 @@ from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
 from ..rules.decay import INITIAL_KEY
+from ..rules.elementwise import DEFAULT, elementwise_of
 from ..rules.muon import SETTLED, STEPS_KEY, SUM_KEY, is_sum
 from ..rules.rule import all_state_keys, state_device_and_dtype, state_keys, state_shape
 from .consolidated import refuse_elsewhere
@@ -585,10 +586,13 @@ def check_same_rule(number: int, group: dict, saved: dict) -> None:
     """Raise ValueError for a group that was saved with another rule. Every rule accepts the
     momentum of Muon, which groups without a key `rule` have.
     """
-    if not group["use_muon"]:
-        return
-    was = saved.get("rule") or ("normuon" if "beta2" in saved else None)
-    now = group.get("rule") or ("normuon" if "beta2" in group else "muon")
+    if group["use_muon"]:
+        was = saved.get("rule") or ("normuon" if "beta2" in saved else None)
+        now = group.get("rule") or ("normuon" if "beta2" in group else "muon")
+    else:
+        # Groups of torch's AdamW, and of AdamW here, have betas and no rule
+        was = saved.get("rule") or (DEFAULT if "betas" in saved else None)
+        now = elementwise_of(group).name
     if was not in (None, "muon", now):
         raise ValueError(
             f"parameter group {number} was saved with rule={was!r}, but has {now!r} here: build "
