@@ -148,6 +148,8 @@ def test_a_rule_rounds_state_in_bf16_once(case, device, optimizer):
             update = formula(case, p.grad.double().cpu(), states[i])
             (held,) = made.state[p].values()
             assert held.dtype == torch.bfloat16
+            if case == "sgd, without momentum":  # torch leaves the buffer alone
+                states[i]["m"] = torch.zeros_like(w)
             for ours, exact in ((held, states[i]["m"]), (p, w * (1 - LR * WD) - LR * update)):
                 torch.testing.assert_close(ours.double().cpu(), exact, rtol=2.0**-8, atol=1e-6)  # half a unit in bf16
             states[i]["m"] = held.double().cpu()

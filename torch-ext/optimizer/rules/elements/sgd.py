@@ -3,7 +3,7 @@
     M <- mu M + G                                                        momentum_buffer
     W <- (1 - lr weight_decay) W - lr (G + mu M with nesterov, else M)
 
-mu is the key `momentum` of the group. As in every rule here, weight decay is no part of the
+mu is the key `momentum` of the group; with mu = 0 torch leaves M alone. As in every rule here, weight decay is no part of the
 gradient, unlike that of torch.optim.SGD.
 """
 
