@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -28,6 +28,19 @@ _dtype = attrgetter("dtype")
 # Elements of tensors that are stepped as copies at a time; bounds the memory of the copies
 MAX_COPIED_ELEMENTS = 1 << 24
 DEFAULT = "adamw"  # rule of a group without the key
+
+
+class Members(NamedTuple):
+    """Lists of tensors that a rule steps together. All tensors of a parameter have one dtype and
+    equal strides.
+    """
+
+    W: Tensors
+    G: Tensors
+    averages: Sequence[Tensors]  # in the order of `Elementwise.averages`
+    steps: Tensors  # step counts; empty unless the rule counts
+    lr: torch.Tensor | float  # on GPUs a number on the device, except in fp64
+    weight_decay: float  # 0 unless the rule decays
 
 
 class Elementwise:
@@ -51,21 +64,9 @@ class Elementwise:
         """Return numbers of a group that `step` takes from the host, besides lr and decay."""
         raise NotImplementedError
 
-    def step(
-        self,
-        W: Tensors,
-        G: Tensors,
-        averages: Sequence[Tensors],
-        steps: Tensors,
-        group: Mapping[str, Any],
-        lr: torch.Tensor | float,
-        weight_decay: float,
-    ) -> Tensors:
+    def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """Step W and state in place; return tensors with the signs of the update, read for
         decay="cautious". G stays unchanged.
-
-        All tensors of a parameter have one dtype and equal strides. `lr`: on GPUs a number on the
-        device, except in fp64. `weight_decay`: 0 unless `decays`.
         """
         raise NotImplementedError
 
@@ -200,7 +201,7 @@ def _step_alike(
             _decay(W, rate, initial[0] if form_of(group) == TO_INITIAL else None)
     steps = states[count] if rule.counts else ()
     lr = scalars[0] if on_device else step_size(group)
-    update = rule.step(W, G, averages, steps, group, lr, weight_decay)
+    update = rule.step(Members(W, G, averages, steps, lr, weight_decay), group)
     if old:
         # 0 where the signs of weight and update are opposite, else 1
         keeps = torch._foreach_mul(torch._foreach_sign(old), torch._foreach_sign(update))

@@ -10,13 +10,13 @@ The update has the sign of the new m.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw as torch_adamw
 
-from ..elementwise import Elementwise, Tensors, register_elementwise
+from ..elementwise import Elementwise, Members, Tensors, register_elementwise
 
 
 @register_elementwise
@@ -35,33 +35,24 @@ class AdamW(Elementwise):
         beta1, beta2 = group["betas"]
         return float(beta1), float(beta2), float(group["eps"])
 
-    def step(
-        self,
-        W: Tensors,
-        G: Tensors,
-        averages: Sequence[Tensors],
-        steps: Tensors,
-        group: Mapping[str, Any],
-        lr: torch.Tensor | float,
-        weight_decay: float,
-    ) -> Tensors:
+    def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """See `Elementwise.step`. The kernel is fused on GPUs, else foreach."""
-        fused = W[0].is_cuda
+        fused = of.W[0].is_cuda
         beta1, beta2, eps = self.constants(group)
         torch_adamw(
-            W,
-            G,
-            *averages,
+            of.W,
+            of.G,
+            *of.averages,
             [],
-            steps,
+            of.steps,
             foreach=not fused,
             fused=fused,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
+            lr=of.lr,
+            weight_decay=of.weight_decay,
             eps=eps,
             maximize=False,
         )
-        return averages[0]
+        return of.averages[0]

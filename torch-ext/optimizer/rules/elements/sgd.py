@@ -3,19 +3,19 @@
     M <- mu M + G                                                        momentum_buffer
     W <- (1 - lr weight_decay) W - lr (G + mu M with nesterov, else M)
 
-mu is the key `momentum` of the group; with mu = 0 torch leaves M alone. As in every rule here, weight decay is no part of the
-gradient, unlike that of torch.optim.SGD.
+mu is the key `momentum` of the group; with mu = 0 torch leaves M alone. As in every rule here,
+weight decay is no part of the gradient, unlike that of torch.optim.SGD.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.sgd import sgd as torch_sgd
 
-from ..elementwise import Elementwise, Tensors, register_elementwise
+from ..elementwise import Elementwise, Members, Tensors, register_elementwise
 
 
 @register_elementwise
@@ -30,18 +30,9 @@ class SGD(Elementwise):
         momentum = float(group["momentum"])
         return momentum, bool(group["nesterov"]) and momentum > 0
 
-    def step(
-        self,
-        W: Tensors,
-        G: Tensors,
-        averages: Sequence[Tensors],
-        steps: Tensors,
-        group: Mapping[str, Any],
-        lr: torch.Tensor | float,
-        weight_decay: float,
-    ) -> Tensors:
+    def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """See `Elementwise.step`."""
-        (M,) = averages
+        W, G, (M,), _, lr, _ = of
         momentum, nesterov = self.constants(group)
         fused = W[0].is_cuda
         # torch's foreach function writes Nesterov's update to the gradients

@@ -10,12 +10,12 @@ RMS, a sum over all shards; sign(M) has RMS 1 as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ..elementwise import Elementwise, Tensors, check_radius, register_elementwise
+from ..elementwise import Elementwise, Members, Tensors, check_radius, register_elementwise
 
 
 @register_elementwise
@@ -32,18 +32,9 @@ class Sign(Elementwise):
         """Return (momentum,)."""
         return (float(group["momentum"]),)
 
-    def step(
-        self,
-        W: Tensors,
-        G: Tensors,
-        averages: Sequence[Tensors],
-        steps: Tensors,
-        group: Mapping[str, Any],
-        lr: torch.Tensor | float,
-        weight_decay: float,
-    ) -> Tensors:
+    def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """See `Elementwise.step`. `lr`: times the radius."""
-        (M,) = averages
+        W, G, (M,), _, lr, _ = of
         (momentum,) = self.constants(group)
         torch._foreach_add_(M, torch._foreach_mul(torch._foreach_sub(G, M), 1.0 - momentum))
         update = torch._foreach_sign(M)
