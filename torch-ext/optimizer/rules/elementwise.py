@@ -53,8 +53,8 @@ class Elementwise:
     options: ClassVar[dict[str, Any]] = {}
     has_radius: ClassVar[bool] = False  # whether lr is multiplied by the option `radius`
     decays: ClassVar[bool] = False  # whether `step` takes weight_decay of the form "decoupled"
-    # Narrowest dtype of `step`, whose foreach operations round after each operation
-    least_dtype: ClassVar[torch.dtype] = torch.float32
+    # Whether bf16 is stepped in fp32, because foreach operations round after each operation
+    in_fp32: ClassVar[bool] = True
 
     @classmethod
     def check(cls, group: Mapping[str, Any]) -> None:
@@ -144,7 +144,7 @@ def step(
     scalars: torch.Tensor | None,
 ) -> None:
     """Step weights and state in place, in the wider dtype of each weight and its averages, at least
-    `least_dtype` of the rule: rounded to bf16, a weight would lose a small step.
+    fp32 with `in_fp32` of the rule: rounded to bf16, a weight would lose a small step.
 
     `W`, `G`: weights and gradients, of equal shapes. `states`: lists of the state of
     `state_keys_of`. `scalars`: `device_scalars` in fp32 on the device; read on GPUs only.
@@ -224,7 +224,8 @@ def _decay(
 
 def _wide(w: torch.Tensor, m: torch.Tensor, rule: Elementwise) -> torch.dtype:
     """Return the dtype in which a parameter with weight w and average m is stepped."""
-    return torch.promote_types(torch.promote_types(w.dtype, m.dtype), rule.least_dtype)
+    wide = torch.promote_types(w.dtype, m.dtype)
+    return torch.promote_types(wide, torch.float32) if rule.in_fp32 else wide
 
 
 def _fits(tensor: torch.Tensor, wide: torch.dtype, m: torch.Tensor) -> bool:
@@ -238,7 +239,7 @@ def _all_fit(rule: Elementwise, *lists: Tensors) -> bool:
     """
     # `map`, `set` and `count` loop in C
     dtypes = set(map(_dtype, itertools.chain(*lists)))
-    if len(dtypes) != 1 or torch.promote_types(*dtypes, rule.least_dtype) not in dtypes:
+    if len(dtypes) != 1 or rule.in_fp32 and not dtypes <= {torch.float32, torch.float64}:
         return False
     strides = [list(map(torch.Tensor.stride, tensors)) for tensors in lists]
     return strides.count(strides[0]) == len(strides)

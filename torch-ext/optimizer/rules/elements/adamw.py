@@ -28,7 +28,7 @@ class AdamW(Elementwise):
     counts = True
     options = {"betas": (0.9, 0.95), "eps": 1e-8}
     decays = True
-    least_dtype = torch.bfloat16  # torch's fused kernel computes in fp32
+    in_fp32 = False  # torch's fused kernel computes in fp32
 
     def constants(self, group: Mapping[str, Any]) -> tuple:
         """Return (beta1, beta2, eps)."""

@@ -26,7 +26,11 @@ class Sign(Elementwise):
     averages = ("momentum_buffer",)
     options = {"radius": 1.0}
     has_radius = True
-    check = staticmethod(check_radius)
+
+    @classmethod
+    def check(cls, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for a radius that is no number > 0."""
+        check_radius(group)
 
     def constants(self, group: Mapping[str, Any]) -> tuple:
         """Return (momentum,)."""
