@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.optim.adamw import adamw as torch_adamw
 
 from ..elementwise import Elementwise, Members, Tensors, register_elementwise
