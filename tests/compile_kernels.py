@@ -222,8 +222,8 @@ def others(arch: str, shared: int):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
         own = dict(groups="*i64", GROUPED=skips)
         fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
-        for sums in (False, True):
-            yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SUMS=sums, SIGNS=skips))
+        for form in ({"SUMS": False, "CORRECTED": skips}, {"SUMS": True, "CORRECTED": False}):
+            yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SIGNS=skips, **form))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=0))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=1))

@@ -372,7 +372,7 @@ def test_torn_state_is_not_exported(whole, monkeypatch):
     model, optimizer = trained(1)
     with monkeypatch.context() as patch:
         patch.setattr(
-            part("rules.adamw"), "adamw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
+            part("rules.elementwise"), "step", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
         )
         with pytest.raises(torch.OutOfMemoryError):
             train(model, optimizer, [1])

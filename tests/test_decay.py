@@ -170,7 +170,7 @@ def test_large_parameters_are_stepped_in_parts(optimizer, monkeypatch):
     for decay in ("cautious", "initial"):
         results = []
         for most in (1 << 24, 7):
-            monkeypatch.setattr(part("rules.adamw"), "MAX_COPIED_ELEMENTS", most)
+            monkeypatch.setattr(part("rules.elementwise"), "MAX_COPIED_ELEMENTS", most)
             params = [nn.Parameter(w) for w in tensors([(5, 6), (11,), (2, 2)])]
             made = optimizer.Muon([{"params": params, "use_muon": False}], lr=LR, weight_decay=WD, decay=decay)
             results.append(train(made, params, range(3)) + [made.state[p]["step"] for p in params])

@@ -542,7 +542,7 @@ def test_a_step_that_failed_half_way_refuses_until_a_checkpoint_is_loaded(optimi
     saved, before = copy.deepcopy(muon.state_dict()), [p.detach().clone() for p in params]
     with monkeypatch.context() as patch:
         patch.setattr(
-            part("rules.adamw"), "adamw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
+            part("rules.elementwise"), "step", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
         )
         with pytest.raises(torch.OutOfMemoryError, match="in AdamW .*: no memory"):
             muon.step()

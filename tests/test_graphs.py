@@ -119,7 +119,7 @@ def taped(monkeypatch):
     plain, launch = jit.__getitem__, jit.launch
     monkeypatch.setattr(jit, "__getitem__", lambda kernel, grid: noted(plain(kernel, grid)))
     monkeypatch.setattr(jit, "launch", lambda kernel, *a, **k: noted(functools.partial(launch, kernel))(*a, **k))
-    monkeypatch.setattr(part("rules.adamw"), "torch_adamw", adamw_on_tensors)
+    monkeypatch.setattr(part("rules.elements.adamw"), "torch_adamw", adamw_on_tensors)
     return Tape
 
 

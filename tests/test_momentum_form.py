@@ -1,4 +1,6 @@
-"""Momentum as a sum: against the formula, beside the mean, on every layout, in checkpoints and through the kernels."""
+"""Momentum as a sum, and bias-corrected: against the formula, beside the mean, on every layout, in checkpoints and
+through the kernels.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from tests.test_same_bits import mine, shown_state
 
 SHAPES = [(12, 8), (3, 6, 10), (5, 16)]
 MOMENTA = [0.9, 0.5, 0.95, 0.0]  # a schedule
+CORRECTED = "bias_corrected"
 
 
 def stepped(name="Muon", place=torch.clone, momenta=MOMENTA, shapes=SHAPES, form="sum", **options):
@@ -108,19 +111,122 @@ def test_a_matrix_with_nan_keeps_its_sum(nonfinite, optimizer):
     assert kept == [True, True, nonfinite == "raise", nonfinite == "raise"]
 
 
+# bias correction ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+def test_the_bias_corrected_mix(nesterov, name, optimizer):
+    """optax.contrib.muon: each of M and G is divided by 1 minus a power of mu, then they are mixed. Steps as above."""
+    mu, shapes = 0.9, SHAPES[:2]
+    plain = {"wire_dtype": torch.float32, "weight_decay": 0.0}
+    params, made = stepped(name, form=CORRECTED, momenta=[mu] * 4, shapes=shapes, nesterov=nesterov, **plain)
+    for i, (p, w) in enumerate(zip(params, tensors(shapes))):
+        M, own = 0.0, nn.Parameter(w)
+        one = getattr(optimizer, name)([own], lr=0.1, momentum=0.0, nesterov=False, **plain)
+        for step in range(4):
+            G = torch.randint(-9, 10, w.shape, generator=torch.Generator().manual_seed(50 * step + i)).double() / 4
+            t, M = step + 1, mu * M + (1 - mu) * G
+            U = mu * M / (1 - mu ** (t + 1)) + (1 - mu) * G / (1 - mu**t) if nesterov else M / (1 - mu**t)
+            own.grad = U.float()
+            one.step()
+        torch.testing.assert_close(p, own, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(made.state[p]["momentum_buffer"].double(), M, rtol=1e-5, atol=1e-6)
+    assert made.param_groups[0]["momentum_steps"] == 4
+    others = stepped(name, form="ema", momenta=[mu] * 4, shapes=shapes, nesterov=nesterov, **plain)[0]
+    differs = [not torch.allclose(p, q, atol=1e-3) for p, q in zip(params, others)]
+    assert differs == [nesterov] * 2, "without Nesterov the correction is a factor"
+
+
+def test_the_correction_fades_and_needs_no_new_launches(optimizer):
+    group = {"use_muon": True, "lr": 0.1, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "eps": 1e-7,
+             "ns_coefficients": "polar_express", "ns_steps": 5, "momentum_form": CORRECTED, "momentum_steps": 0}
+    rule, seen = part("rules.rule"), []
+    for t in (1, 2, 20, 200, 2000):
+        group["momentum_steps"] = t - 1
+        seen.append((rule.device_scalars(group)[8], rule.host_constants(group)))
+    weights, constants = zip(*seen)
+    assert weights == tuple(sorted(weights, reverse=True)) and weights[0] == pytest.approx(0.0975 / 1.0475)
+    assert weights[1] == pytest.approx(0.0715, abs=1e-4) and weights[-1] == pytest.approx(0.05)
+    assert len(set(map(repr, constants))) == 1
+    del group["momentum_steps"]
+    assert rule.device_scalars(group)[8] == pytest.approx(0.05), "a momentum of unknown age is old"
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, True, None, "3"])
+def test_a_wrong_count_is_refused(value, optimizer):
+    group = {"params": tensors([(4, 4)]), "momentum_form": CORRECTED, "momentum_steps": value}
+    with pytest.raises(ValueError, match=r"momentum_steps=.* is not allowed: it must be a whole number from 0"):
+        optimizer.Muon([group])
+
+
+def test_rules_with_a_momentum_of_their_own_refuse_the_correction(optimizer):
+    class Heavy(optimizer.Rule):
+        def update(self, G, M, numbers):
+            return M + G, M + G
+
+    with pytest.raises(ValueError, match="momentum_form='bias_corrected' with rule='Heavy'"):
+        optimizer.Muon(tensors([(4, 4)]), rule=Heavy, momentum_form=CORRECTED)
+    params, made = stepped(form=CORRECTED, rule="hyperball")
+    assert not same(params, stepped(form="ema", rule="hyperball")[0])
+
+
+def test_steps_that_change_nothing_are_not_counted(optimizer):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = nn.Linear(4, 6, bias=False)
+    made = optimizer.Muon(model.parameters(), momentum_form=CORRECTED, nonfinite="raise")
+    saved = get_optimizer_state_dict(model, made)
+    assert made.param_groups[0]["momentum_steps"] == saved["param_groups"][0]["momentum_steps"] == 0
+    model.weight.grad = torch.full((6, 4), math.nan)
+    with pytest.raises(RuntimeError):
+        made.step()
+    assert made.param_groups[0]["momentum_steps"] == 0
+    model.weight.grad = torch.ones(6, 4)
+    made.step()
+    assert made.param_groups[0]["momentum_steps"] == 1
+
+
+@pytest.mark.parametrize("how", ["dict", "file"])
+def test_the_count_goes_on(how, tmp_path, optimizer):
+    """From a checkpoint of either form of the mean, into either."""
+    for form in ("ema", CORRECTED):
+        params, made = stepped(form=form, momenta=[0.9] * 2)
+        made.param_groups[0]["param_names"] = ["a", "b", "c"]
+        saved = copy.deepcopy(made.state_dict())
+        optimizer.export_state(made, tmp_path / form)
+        go_on(made, params, params, [0.9], first=9)
+        for into in ("ema", CORRECTED):
+            own = [nn.Parameter(t) for t in stepped(form=form, momenta=[0.9] * 2)[0]]
+            other = optimizer.Muon(list(zip("abc", own)), lr=9.0, momentum_form=into)
+            if how == "dict":
+                other.load_state_dict(saved)
+            else:
+                optimizer.import_state(other, tmp_path / form)
+            group = other.param_groups[0]
+            if form == "ema" and into == CORRECTED:
+                assert group["momentum_steps"] == part("rules.muon").SETTLED
+            else:
+                assert group.get("momentum_steps") == (2 if form == CORRECTED else None)
+            go_on(other, own, own, [0.9], first=9)
+            if form == CORRECTED or into == "ema":
+                assert same(params, own) and group.get("momentum_form", "ema") == form
+            for p, q in zip(params, own):  # without a count the correction is over, up to rounding
+                torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
+
+
 # layouts -----------------------------------------------------------------------------------------------------------
 
 PLACED = {"rows": [0], "columns": [1], "hsdp": [None, 0], "tp x fsdp": [0, 1], "strided": [0, 0]}
 OWNED = {"ddp": {}, "shard_state": {"shard_state": True}, "unreduced": {"grads_are_reduced": False}}
 
 
-def on_layout(rank, world, layout, wholes):
+def on_layout(rank, world, layout, wholes, form):
     from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
     local_of, shapes = part("params.dtensor").local_of, [(10, 7), (5, 12)]
     if layout in OWNED:
         params, made = stepped("NorMuon", shapes=shapes, process_group=dist.group.WORLD, wire_dtype=torch.float32,
-                               **OWNED[layout])
+                               form=form, **OWNED[layout])
         state = shown_state(made)
         ours = [t for p in params for t in (p.detach(), *state[p].values())]
         return same([local_of(t) for t in ours], [mine(w, t) for w, t in zip(wholes, ours, strict=True)])
@@ -130,16 +236,17 @@ def on_layout(rank, world, layout, wholes):
     def place(full):
         return cut(full, mesh, [Replicate() if dim is None else Shard(dim) for dim in dims])
 
-    params, made = stepped("NorMuon", place, shapes=shapes, wire_dtype=torch.float32)
+    params, made = stepped("NorMuon", place, shapes=shapes, wire_dtype=torch.float32, form=form)
     ours = [t for p in params for t in (p.detach(), *made.state[p].values())]
     return same([local_of(t) for t in ours], [local_of(place(w)) for w in wholes])
 
 
-@pytest.mark.parametrize("layout", [*PLACED, *OWNED])
-def test_every_layout_has_the_bits_of_one_process(layout, optimizer):
-    params, made = stepped("NorMuon", shapes=[(10, 7), (5, 12)], wire_dtype=torch.float32)
+@pytest.mark.parametrize("layout, form", [*((layout, "sum") for layout in (*PLACED, *OWNED)),
+                                          *((layout, CORRECTED) for layout in ("rows", "columns", *OWNED))])
+def test_every_layout_has_the_bits_of_one_process(layout, form, optimizer):
+    params, made = stepped("NorMuon", shapes=[(10, 7), (5, 12)], wire_dtype=torch.float32, form=form)
     wholes = [t for p in params for t in (p.detach(), *made.state[p].values())]
-    assert run_threads(4, on_layout, layout, wholes) == [True] * 4
+    assert run_threads(4, on_layout, layout, wholes, form) == [True] * 4
 
 
 # state -------------------------------------------------------------------------------------------------------------
@@ -215,11 +322,11 @@ def test_sources_with_means_have_no_sums():
 @pytest.mark.interpreter
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("early", [True, False])
-def test_the_kernels_have_the_bits_of_torch(early, nesterov, skips, device, monkeypatch):
+@pytest.mark.parametrize("early, form", [(True, "sum"), (False, "sum"), (True, CORRECTED)])
+def test_the_kernels_have_the_bits_of_torch(early, form, nesterov, skips, device, monkeypatch):
     """Pack, which may write M, and then WeightUpdate, which writes M otherwise."""
     shapes, table = [(3, 5), (1, 7), (0, 4), (40, 16)], part("kernels.elementwise.multi_tensor")
-    group = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9}
+    group = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "momentum_form": form, "momentum_steps": 1}
     numbers = torch.tensor(part("rules.rule").device_scalars(group) * 2, device=device)
     numbers[table.NUMBERS:] *= 0.5
     start, M, G = (tensors(shapes, i, device=device) for i in range(3))
@@ -231,14 +338,18 @@ def test_the_kernels_have_the_bits_of_torch(early, nesterov, skips, device, monk
         U = [torch.full_like(m, math.nan) for m in M]
         sources = [table.Source(i, 0, tuple(g.stride())) for i, g in enumerate(G)]
         at = torch.tensor([g.data_ptr() for g in G], device=device)
-        pack = part("kernels.elementwise.momentum").Pack(momentum, U, sources, G, skip, [0, 1, 0, 1], True)
+        pack = part("kernels.elementwise.momentum").Pack(
+            momentum, U, sources, G, skip, [0, 1, 0, 1], form == "sum", form == CORRECTED)
         pack(G, at, numbers[4:], nesterov, early)
         update = part("kernels.elementwise.weight_update").WeightUpdate(
-            W, U, [0.5] * len(W), skip, momentum, sources, G, [0, 1, 0, 1], sums=True)
+            W, U, [0.5] * len(W), skip, momentum, sources, G, [0, 1, 0, 1], sums=form == "sum")
         update(numbers, G, at, numbers[4:], not early)
         results.append(W + momentum + U)
     assert same(*results)
     for i, (m, old, g) in enumerate(zip(results[0][4:], M, G)):
-        mu = 0.9 * (0.5 if i % 2 else 1.0)
-        new = old if skips and i == 1 else mu * old + g
-        torch.testing.assert_close(m, new)
+        half = 0.5 if i % 2 else 1.0
+        new = 0.9 * half * old + g if form == "sum" else torch.lerp(old, g, 0.1 * half)
+        torch.testing.assert_close(m, old if skips and i == 1 else new)
+        if form == CORRECTED and not (skips and i == 1):
+            a, b = 0.1 / (1 - 0.9**2), 0.9 / (1 - 0.9**3)
+            torch.testing.assert_close(results[0][8 + i], torch.lerp(m, g, a / (a + b) * half) if nesterov else m)

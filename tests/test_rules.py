@@ -104,7 +104,7 @@ def test_adamw(dtype, device):
     m, v = ([torch.zeros(s, device=device).double() for s in shapes] for _ in range(2))
     for t in range(1, 4):
         G = [torch.randn(s, device=device).to(dtype) for s in shapes]
-        part("rules.adamw").adamw(W, G, [*states, steps], HP, numbers(device))
+        part("rules.elementwise").step(W, G, [*states, steps], HP, numbers(device))
         for i, g in enumerate(G):
             m[i] = 0.8 * m[i] + 0.2 * g.double()
             v[i] = 0.9 * v[i] + 0.1 * g.double() ** 2
@@ -118,7 +118,7 @@ def test_adamw(dtype, device):
 
 
 def test_adamw_of_nothing(optimizer):
-    part("rules.adamw").adamw([], [], [[], [], []], HP, None)
+    part("rules.elementwise").step([], [], [[], [], []], HP, None)
 
 
 @pytest.mark.parametrize("watched", ["propagate", "skip"])
@@ -142,13 +142,13 @@ def test_adamw_moves_fp32_weights_by_small_steps_with_bf16_state(watched, optimi
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_adamw_takes_what_it_copies_in_parts(dtype, watched, monkeypatch, optimizer, device):
     """A large parameter in pieces, small ones together: the same bits, in memory of so many elements."""
-    adamw = part("rules.adamw")
+    adamw = part("rules.elementwise")
     runs, peaks = [], []
     shapes, hp = [(40, 100), (7,), (30, 50), (3, 5)], {
         "betas": (0.9, 0.95), "eps": 1e-8, "lr": 0.1, "weight_decay": 0.1, "use_muon": False}
     numbers = torch.tensor([0.1], device=device)
     for most in (500, 1 << 24):
-        monkeypatch.setattr(part("rules.adamw"), "MAX_COPIED_ELEMENTS", most)
+        monkeypatch.setattr(part("rules.elementwise"), "MAX_COPIED_ELEMENTS", most)
         generator = torch.Generator().manual_seed(0)
         W = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
         states = [[torch.zeros_like(w, dtype=torch.float32) for w in W] for _ in "12"]
@@ -157,10 +157,10 @@ def test_adamw_takes_what_it_copies_in_parts(dtype, watched, monkeypatch, optimi
         for _ in range(3):
             G = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
             if watched:
-                adamw.adamw_skipping_flagged(flags, W, G, states, hp, numbers)
+                adamw.step_skipping_flagged(flags, W, G, states, hp, numbers)
             else:
                 with Peak(1000) as peak:
-                    adamw.adamw(W, G, states, hp, numbers)
+                    adamw.step(W, G, states, hp, numbers)
                 peaks.append(peak.most)
         runs.append([*W, *(t for state in states for t in state)])
     assert all(map(torch.equal, *runs))

@@ -38,7 +38,16 @@ from .qk_clip.clip import QKClip
 from .report import Report, Stopwatch, report_of
 from .rules import check
 from .rules.decay import DECOUPLED
-from .rules.muon import MOMENTUM_FORMS, ROUNDINGS, Scale, adopt_rounding, count_drawn
+from .rules.muon import (
+    MOMENTUM_FORMS,
+    ROUNDINGS,
+    STEPS_KEY,
+    Scale,
+    adopt_rounding,
+    count_drawn,
+    count_momentum,
+    is_corrected,
+)
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
@@ -66,7 +75,8 @@ class Muon(StateDictMethods):
     that are not allowed raise ValueError, TypeError or NotImplementedError at construction.
 
     params: parameters, named parameters, or groups. A group with use_muon=True (the default) holds
-        parameters (..., R, C), each (R, C) a matrix. A group with use_muon=False goes to AdamW.
+        parameters (..., R, C), each (R, C) a matrix. A group with use_muon=False goes to
+        AdamW, or with the key rule to "lion", "sgd" or "sign" (docs/rules.md).
     lr (1e-3): learning rate, a number or a CPU tensor. Groups get tensors of their own.
     weight_decay (0.1): W is multiplied by 1 - lr weight_decay.
     momentum (0.95): mu in M <- mu M + (1 - mu) G. In AdamW groups: beta1.
@@ -85,6 +95,8 @@ class Muon(StateDictMethods):
         weights before the first step, kept as state `initial_weight`.
     momentum_form ("ema"): "sum": M <- mu M + G, nesterov: orthogonalize G + mu M, kept as state
         `momentum_sum`, as in Dion and Motif. Equal to "ema" while momentum is constant.
+        "bias_corrected": Nesterov's mix as in optax.contrib.muon, which gives G more weight in
+        early steps (docs/rules.md). The key `momentum_steps` of a group counts the steps.
     rounding ("nearest"), rounding_seed (0): of the bf16 weights of Muon's groups. "stochastic":
         up or down at random, so that many small updates move a weight as far as in fp32
         (docs/memory.md). Equal bits on all layouts; `state_dict` keeps seed and count of steps.
@@ -255,8 +267,8 @@ class Muon(StateDictMethods):
         with in_group(count, param_group):
             param_group = self._own_process_groups.take_key(param_group, self._options)
         if validation.is_adamw(param_group):
-            for key, value in self._adamw.items():
-                param_group.setdefault(key, value)
+            with in_group(count, param_group):
+                check.adopt_elementwise(param_group, self._adamw)
         members = (
             validation.Members(self.param_groups) if self._has_all_groups else self._first_members
         )
@@ -288,6 +300,8 @@ class Muon(StateDictMethods):
             return
         check.adopt(group, self._rule, validation.GROUP_KEYS)
         adopt_rounding(group, *self._rounding)
+        if is_corrected(group):
+            group.setdefault(STEPS_KEY, 0)
         # Without a split there is no key: checkpoints from before keys were added have none, and
         # torch.distributed.checkpoint refuses to load fewer keys than groups have
         if "split" in group:
@@ -411,6 +425,9 @@ class Muon(StateDictMethods):
         bound.inputs.drop_gradients()
         if bound.nonfinite is not None:
             self._count_skipped(bound.nonfinite, found_inf is None)
+        # A step that creates state changes nothing
+        if bound.counting and not bound.missing.only_counts:
+            count_momentum(bound.counting)
 
     def _read_groups(self) -> None:
         """Check and follow values that schedules wrote into groups; ValueError names the group."""

@@ -19,6 +19,7 @@ from .pipeline import BucketUpdate, Job, Running
 from .planning.cost_model import BucketTimes, CostModel, TimelineSpan
 from .planning.load_balance import least_load
 from .planning.plan import Bucket
+from .rules.elementwise import elementwise_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -377,15 +378,18 @@ def _row(number: int, update: BucketUpdate, group: dict, measured_ms: float | No
 
 
 def _times(update: BucketUpdate, model: CostModel) -> BucketTimes:
-    """Expected times of an update, in ns: as planned, or for AdamW from the bytes moved (28 per
-    element in fp32).
+    """Expected times of an update, in ns: as planned, or of rules that step elements from the bytes
+    moved, in fp32 (AdamW: 28 for each element).
     """
-    # 28: weight, exp_avg and exp_avg_sq are read and written, the gradient is read
+    element = 0
+    if update.store is not None and not update.store.groups[0]["use_muon"]:
+        # Weight and averages are read and written, the gradient is read
+        element = 4 * (3 + 2 * len(elementwise_of(update.store.groups[0]).averages))
     if update.bucket is not None:
         rank_plan = update.rank_plan
         planned = update.bucket.times
         chunks = model.memory_time(
-            28 * sum(p.numel for p in rank_plan.owned if p.stored_at == p.owner)
+            element * sum(p.numel for p in rank_plan.owned if p.stored_at == p.owner)
         )
         inbound, outbound = (
             model.all_to_all_time(sum(plan.send_bytes))
@@ -395,7 +399,7 @@ def _times(update: BucketUpdate, model: CostModel) -> BucketTimes:
     elements = 0
     if update.store is not None:
         elements = sum(w.numel() for w in update.store.locals())
-    return BucketTimes(0, 0, 0, 0, model.memory_time(28 * elements), update.travels)
+    return BucketTimes(0, 0, 0, 0, model.memory_time(element * elements), update.travels)
 
 
 def workspace_of(updates: Sequence[BucketUpdate]) -> dict[str, int]:

@@ -32,6 +32,7 @@ from ..params.units import NOT_VIEWABLE, is_viewable, shapes_of
 from ..params.validation import OPTIONAL_KEYS
 from ..planning.plan import bucket_sort_key, digest
 from ..planning.planner import Plan
+from ..rules.elementwise import elementwise_of
 from ..rules.muon import comparable_scale
 from ..rules.rule import rule_of
 from .process_groups import ProcessGroups, Ranks
@@ -49,6 +50,7 @@ GROUP_KEYS = (
     "rounding",
     "rounding_seed",
     "rounding_step",
+    "momentum_steps",
     "nesterov",
     "ns_coefficients",
     "eps",
@@ -330,7 +332,7 @@ def _group_option(group: dict, key: str, params: list[torch.Tensor]) -> object:
     `params`: that ranks have in common.
     """
     if key == "rule options":
-        keys = rule_of(group).options if group["use_muon"] else ()
+        keys = (rule_of if group["use_muon"] else elementwise_of)(group).options
         return [(k, _normalized(group.get(k))) for k in sorted(keys)]
     value = group.get(key, OPTIONAL_KEYS.get(key))
     if key == "adjust_lr_fn" and callable(value):

@@ -1,5 +1,5 @@
-"""Bucket updates of AdamW: parameters stepped element by element, where they are stored or, with
-state at owners, in chunks of rows.
+"""Bucket updates of groups with use_muon=False, AdamW by default: parameters stepped element by
+element, where they are stored or, with state at owners, in chunks of rows.
 
 `BUCKET_UPDATES` maps routes of a plan to the classes of this module and of bucket_updates.py.
 """
@@ -18,7 +18,7 @@ from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..params.dtensor import gradient_dtype
 from ..pipeline import BucketUpdate, Running
 from ..planning.rank_plan import Piece
-from ..rules import adamw
+from ..rules import elementwise
 from ..rules.rule import host_constants
 from .bucket_updates import (
     BucketInputs,
@@ -49,7 +49,7 @@ class AdamWUpdate(BucketUpdate):
         super().__init__(label, written, store)
         self.graphs = graphs
         self.weights = store.locals()
-        self.states = [store.locals(key) for key in adamw.state_keys_of(store.groups[0])]
+        self.states = [store.locals(key) for key in elementwise.state_keys_of(store.groups[0])]
         self.flags = _flags(store, range(len(self.weights)))
 
     def run(self, group: dict) -> Running:
@@ -68,7 +68,7 @@ class AdamWUpdate(BucketUpdate):
     def step(self, group: dict) -> None:
         """Launch AdamW's kernels; flagged parameters keep weight and state."""
         store = self.store
-        adamw.adamw_skipping_flagged(
+        elementwise.step_skipping_flagged(
             self.flags, self.weights, store.gradients, self.states, group, store.scalars
         )
 
@@ -89,13 +89,16 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         owned = [p for p in stored if p.owner == self.rank]
         self._bind_buffers(gradient_dtype(first), first.dtype)
         gradients = self._bind_gradients(stored, owned)
-        keys = ("exp_avg", "exp_avg_sq")
+        self.rule = elementwise.elementwise_of(store.groups[0])  # of all groups of the bucket
+        keys = self.rule.averages
         lists = [store.weights(owned), *(store.states(owned, key) for key in keys)]
-        steps = [_steps(store, p) for p in owned]
         # Step counts are scalars of their own, which torch's kernel advances with each tensor
-        copies = [*views_like(lists, self.memory["until_apply"]), [step.clone() for step in steps]]
+        steps = [[_steps(store, p) for p in owned]] if self.rule.counts else []
+        copies = [*views_like(lists, self.memory["until_apply"])]
+        copies += [[step.clone() for step in some] for some in steps]
         W, *states = copies
-        self.current = [*itertools.chain(*lists), *steps]  # weights, state and counts of the owner
+        # Weights, state and counts of the owner
+        self.current = [*itertools.chain(*lists, *steps)]
         self.stepped = [*itertools.chain(*copies)]  # copies of `current`
         means = [g.view(w.shape) for g, w in zip(gradients, W)]
         self.by_group = self._bind_groups(owned, [W, means, *states])
@@ -113,8 +116,8 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         return [self.collect.view(p) for p in owned]
 
     def _bind_groups(self, owned: list[Piece], lists: list[list[torch.Tensor]]) -> list[tuple]:
-        """Return arguments of `adamw_skipping_flagged` for each parameter group with owned chunks:
-        torch's kernels take one lr. `lists`: weights, gradients and three states of `owned`.
+        """Return arguments of `step_skipping_flagged` for each parameter group with owned chunks:
+        torch's kernels take one lr. `lists`: weights, gradients and states of `owned`.
         """
         found = []
         groups = self._groups(owned)
@@ -133,9 +136,11 @@ class UnreducedAdamWUpdate(OwnerUpdate):
 
         The counts advance on the rank as well: state must be equal on every rank.
         """
+        if not self.rule.counts:
+            return [], None
         state = [self.store.state[p] for p in self.store.params]
         begun = [m.param for m in self.bucket.matrices if m.at[0] == 0]
-        without = [number for number in begun if not state[number]["exp_avg"].numel()]
+        without = [n for n in begun if not state[n][self.rule.averages[0]].numel()]
         return [state[number]["step"] for number in without], _flags(self.store, without)
 
     def _bind_weights(self, owned: list[Piece], W: list[torch.Tensor]) -> None:
@@ -174,13 +179,13 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         copy_torch(self.stepped, self.current)
         # AdamW reads lr and betas from the live groups
         for arguments in self.by_group:
-            adamw.adamw_skipping_flagged(*arguments)
+            elementwise.step_skipping_flagged(*arguments)
         copy_torch(*self.sent)
 
     def apply(self, constants: object) -> None:
         """Write weights, state and step counts."""
         copy_torch(self.current, self.stepped)
-        adamw.count_steps(*self.without_rows)
+        elementwise.count_steps(*self.without_rows)
         copy_torch(*self.received)
 
 

@@ -42,7 +42,7 @@ from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan, sent_piece
 from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
-from ..rules.muon import is_stochastic, is_sum
+from ..rules.muon import is_corrected, is_stochastic, is_sum
 from ..rules.phases import AnyWeightUpdate, PackByRule, Phases
 from ..rules.rule import (
     MuonConstants,
@@ -102,6 +102,7 @@ class BoundUpdate(BucketUpdate):
             self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
             self.reads_gradients = reads_gradients(self.rule)
             self.weight_dtype = weight_dtype(self.rule, inputs.options.wire_dtype)
+            self.adjust_lr_fn = self.rule.adjust_lr_fn or inputs.group["adjust_lr_fn"]
 
     # Binding
 
@@ -155,8 +156,15 @@ class BoundUpdate(BucketUpdate):
         M, *sources = self._momentum_args(pieces)
         skip = self.store.skip(pieces)
         groups = self._groups(pieces)
-        sums = is_sum(self.group)
-        return self.phases.pack(M, [to[p] for p in pieces], *sources, skip, groups, sums)
+        return self.phases.pack(
+            M,
+            [to[p] for p in pieces],
+            *sources,
+            skip,
+            groups,
+            is_sum(self.group),
+            is_corrected(self.group),
+        )
 
     def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> AnyWeightUpdate:
         """Bind the launch that writes W and M of `pieces`; O, and numbers sent by the owner, are
@@ -196,7 +204,7 @@ class BoundUpdate(BucketUpdate):
 
     def _scales(self, pieces: Sequence[Piece]) -> list[float]:
         """Factor on the learning rate of each piece, from the shape of the whole matrix."""
-        return [muon.scale_of(p.matrix, self.group["adjust_lr_fn"]) for p in pieces]
+        return [muon.scale_of(p.matrix, self.adjust_lr_fn) for p in pieces]
 
     def _make_stacks(self, read_from: Views | None = None, write_to: Views | None = None) -> Stacks:
         """The stacks of the bucket's owned matrices; arguments as in `Stacks`."""
@@ -211,7 +219,7 @@ class BoundUpdate(BucketUpdate):
         """Bind Newton-Schulz from `stacks.inputs` to `stacks.outputs`, and for each stack what the
         rule's phases read besides: tensors in fp32, factor on lr, groups of the matrices.
         """
-        adjust = self.group["adjust_lr_fn"]
+        adjust = self.adjust_lr_fn
         self.units = [
             self.phases.bind(
                 wide, muon.scale_of(matrices[0], adjust), self._group_offsets(matrices)
@@ -567,8 +575,10 @@ class UnreducedUpdate(OwnerUpdate):
         whole = self.stacks.input_view
         means = sources, [self.mean.out]
         groups = self._groups(owned)
-        sums = is_sum(self.group)
-        self.pack_owned = self.phases.pack(M, [whole[p] for p in owned], *means, skip, groups, sums)
+        form = is_sum(self.group), is_corrected(self.group)
+        self.pack_owned = self.phases.pack(
+            M, [whole[p] for p in owned], *means, skip, groups, *form
+        )
         self.load = self._bind_loads(state, whole)
         self.save = self._bind_saves(state, whole)
         # The stacks lie in the shared scratch, which the next bucket takes over before `apply`

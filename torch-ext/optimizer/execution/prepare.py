@@ -35,7 +35,8 @@ from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
-from ..rules.muon import comparable_scale, is_stochastic, is_sum
+from ..rules.elementwise import elementwise_of
+from ..rules.muon import STEPS_KEY, comparable_scale, is_corrected, is_stochastic, is_sum
 from ..rules.rule import host_constants, rule_of, sends_signs
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
@@ -140,7 +141,9 @@ def step_together(parts: Sequence[Part]) -> list[GroupParams]:
         # other in a circle. AdamW groups of equal ranks keep the order of the groups.
         process_group = options.process_group
         by_ranks = bucket_sort_key(() if process_group is None else ranks_of_group(process_group))
-        key = by_ranks, 1, -1 if options.owner_keeps_state else number, ""
+        key = by_ranks, 2, number, ""
+        if not group["use_muon"] and options.owner_keeps_state:
+            key = by_ranks, 1, 0, elementwise_of(group).name
         if group["use_muon"]:
             scale = group["adjust_lr_fn"]
             if callable(scale):  # equal factors, in place of the address of the function
@@ -193,9 +196,8 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["use_muon"],
         group["adjust_lr_fn"],
         form_of_decay(group),
-        is_sum(group),
-        is_stochastic(group),
-        rule_of(group) if group["use_muon"] else None,
+        (is_sum(group), is_corrected(group), is_stochastic(group)),
+        (rule_of if group["use_muon"] else elementwise_of)(group),
         group["use_muon"] and sends_signs(group),
         forms,
         tuple(splits),
@@ -478,6 +480,7 @@ class BoundStep:
         buffers = InputBuffers(plans, flag_counts(plans), device)
         flags = None if nonfinite == "propagate" else FlagBuffers(plans, device)
         self.stores = _make_stores(plans, state, buffers, flags)  # one for each plan
+        self.counting = [group for group in groups if STEPS_KEY in group]
         # Even without parameters on this rank: the check is collective, and other ranks may have
         # some
         if flags is not None:
@@ -578,7 +581,8 @@ def _bind(
     for plan, store in zip(plans, stores):
         if plan.rank_plans is None:
             own_graphs = adamw_graphs if options.capturable else None
-            label = f"AdamW ({len(plan.params)} parameters, the first {store.names[0]})"
+            name = elementwise_of(plan.group).name.replace("adamw", "AdamW")
+            label = f"{name} ({len(plan.params)} parameters, the first {store.names[0]})"
             jobs.append((AdamWUpdate(store, label, written, own_graphs), plan.group))
     # Labels count as `plan_report` does, where AdamW's updates come last with capturable
     skipped = len(jobs) if options.capturable else 0

@@ -23,7 +23,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.decay import DECOUPLED
-from ..rules.muon import DRAWN_KEY, MOMENTUM_FORMS, ROUNDINGS, SEED_KEY, is_stochastic
+from ..rules.elementwise import ELEMENTWISE
+from ..rules.muon import (
+    DRAWN_KEY,
+    MOMENTUM_FORMS,
+    ROUNDINGS,
+    SEED_KEY,
+    SETTLED,
+    STEPS_KEY,
+    is_stochastic,
+)
 from ..rules.rule import RULES, number_of, reads_gradients, rule_of
 from .checks.group_values import (
     BELOW_ONE,
@@ -67,6 +76,7 @@ GROUP_KEYS = frozenset(
         "rounding",
         "rounding_seed",
         "rounding_step",
+        STEPS_KEY,
     )
 )
 # Keys that a group has only if they were given -> default. So checkpoints from before a key was
@@ -74,6 +84,7 @@ GROUP_KEYS = frozenset(
 OPTIONAL_KEYS = {
     "decay": DECOUPLED,
     "momentum_form": MOMENTUM_FORMS[0],
+    STEPS_KEY: SETTLED,
     "rounding": ROUNDINGS[0],
     SEED_KEY: 0,
     DRAWN_KEY: 0,
@@ -189,7 +200,7 @@ def check_group(
     arguments that no group can change. Parameters with requires_grad=False are accepted unchecked,
     except lazy parameters.
     """
-    rule = RULES.get(group.get("rule"))
+    rule = (ELEMENTWISE if is_adamw(group) else RULES).get(group.get("rule"))
     options = rule.options if rule else ()
     _check_keys(group, {*GROUP_KEYS, *extra_keys, *options}, arguments or {})
     check_numbers(group)

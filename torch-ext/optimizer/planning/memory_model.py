@@ -163,13 +163,21 @@ def per_shape(per: str, R: int, C: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ChunkPlanInputs:
-    """Sizes and options of a plan of chunks: parameters of AdamW cut into rows over owners."""
+    """Sizes and options of a plan of chunks: parameters stepped element by element, cut into rows
+    over owners.
+    """
 
     gradient: int  # bytes of an element of the gradient
     weight: int  # bytes of an element of the weight
-    state: int  # bytes of an element of `exp_avg` and of `exp_avg_sq`
+    state: int  # bytes of an element of each average
     once: bool = False  # as in PlanInputs
     reduced: bool = False  # gradients are already averaged over ranks: no inbound all-to-all
+    averages: int = 2  # number of averages of the rule, such as `exp_avg`
+
+    @property
+    def stepped(self) -> int:
+        """Bytes of the copies of weight and averages that are stepped, for an element."""
+        return self.weight + self.averages * self.state
 
 
 @dataclass(frozen=True)

@@ -504,7 +504,7 @@ def _chunk_bytes(ranks: tuple[int, ...], inputs: ChunkPlanInputs) -> tuple[int, 
     N = len(ranks)
     sent_in = N * inputs.gradient
     sent_out = N * inputs.weight - inputs.weight  # the owner keeps its own part
-    stepped = inputs.weight + 2 * inputs.state  # copies of weight, exp_avg and exp_avg_sq
+    stepped = inputs.stepped
     if inputs.reduced:
         # Send and receive buffers of the outbound all-to-all; the part's own gradient stands in
         # for the mean. The last number bounds the padding of parts to ALIGNMENT.

@@ -27,6 +27,7 @@ from ..params.layout import Layout, layout_of, ranks_of_group, row_chunks, this_
 from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable, splits_by_id
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
+from ..rules.elementwise import elementwise_of
 from ..rules.rule import Rule, rule_of, state_device_and_dtype, weight_dtype
 from .cost_model import CostModel, latency_bytes
 from .memory_model import ChunkPlanInputs, PlanInputs, never
@@ -314,6 +315,7 @@ class Planner:
             state_dtype.itemsize,
             self.sends_once,
             self.options.grads_are_reduced,
+            len(elementwise_of(groups[0]).averages),
         )
         latency = latency_bytes(self.architecture)
         if self.options.overlap_backward:

@@ -496,11 +496,11 @@ def chunk_rank_plan(
     )
     outbound = plan_all_to_all(pieces, ("owner", "stored_at"), rank, ranks, weight, inputs.once)
     kept, (kept_bytes,), _ = _lay_out(own if inputs.reduced else [], "stored_at", (rank,), gradient)
-    # Copies of weight, exp_avg and exp_avg_sq are stepped, and replace the originals at the end
-    stepped = sum(p.numel for p in own) * (inputs.weight + 2 * inputs.state)
+    # Copies of weight and averages are stepped, and replace the originals at the end
+    stepped = sum(p.numel for p in own) * inputs.stepped
     nbytes = _all_to_all_bytes(inbound, outbound, kept_bytes) | {
         "mean": _mean_bytes(inbound, inputs.gradient),
-        "until_apply": 3 * ALIGNMENT + stepped,
+        "until_apply": (1 + inputs.averages) * ALIGNMENT + stepped,
     }
     return RankPlan(
         stored=tuple(stored),

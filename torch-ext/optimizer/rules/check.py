@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .elementwise import DEFAULT, elementwise_of
 from .rule import (
     PER,
     RULES,
@@ -57,6 +58,21 @@ def adopt(group: dict[str, Any], default: str | type[Rule] | None, taken: Collec
     group["rule"] = given
     for key, value in RULES[given].options.items():
         group.setdefault(key, copy.deepcopy(value))
+
+
+def adopt_elementwise(group: dict[str, Any], of_adamw: Mapping[str, Any]) -> None:
+    """Add the options of the rule of a new group with use_muon=False, in place. `of_adamw`: the
+    optimizer's defaults for AdamW. Raises TypeError or ValueError for an unknown rule.
+    """
+    if isinstance(group.get("rule"), type):
+        raise TypeError(
+            f"rule={group['rule']!r} in a group with use_muon=False: a class steps matrices; pass "
+            "the name of a rule for such groups"
+        )
+    rule = elementwise_of(group)
+    defaults = of_adamw if rule.name == DEFAULT else rule.options
+    for key, value in defaults.items():
+        group.setdefault(key, value)
 
 
 def check_rule(rule: type[Rule], taken: Collection[str]) -> None:

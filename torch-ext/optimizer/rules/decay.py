@@ -1,4 +1,4 @@
-"""Forms of weight decay, by the key `decay` of a group (Muon and AdamW).
+"""Forms of weight decay, by the key `decay` of any group.
 
 With O the update (scale O is subtracted), W0 the weights before the first step, and lr and
 weight_decay of the group:
@@ -13,7 +13,7 @@ weight_decay of the group:
 
 AdamC (arXiv 2506.02285) decays by lr^2 / lr_max weight_decay: `lr_squared` with weight_decay /
 lr_max. All forms are elementwise, from the old W. Matrices decay in
-kernels/elementwise/weight_update.py, AdamW's parameters in adamw.py.
+kernels/elementwise/weight_update.py, other parameters in elementwise.py.
 """
 
 from __future__ import annotations

@@ -19,6 +19,15 @@ With momentum_form="sum" (Keller Jordan's first version, Dion, Motif), M is a su
 
 With constant mu since the first step, the sum is the mean / (1 - mu), and O is equal.
 
+With momentum_form="bias_corrected" (optax.contrib.muon), M is the mean, and Nesterov's U is mixed
+from M and G as means without the weight of the zero at the start. In step t = 1, 2, ...:
+
+    U <- mu M / (1 - mu^(t + 1)) + (1 - mu) G / (1 - mu^t)
+
+up to a positive factor of all of U, which O does not depend on: U <- M + y (G - M), with y from
+`nesterov_weight`. Early steps give G more weight: in step 2 at mu = 0.95, 0.071 instead of 0.05.
+Without nesterov the correction is a factor, and has no effect.
+
 The phases of rule.py:
 
 1. M and U: elementwise, where M is stored (kernels/elementwise/momentum.py).
@@ -37,13 +46,41 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-MOMENTUM_FORMS = ("ema", "sum")  # allowed values of `momentum_form`; the first is the default
+# Allowed values of `momentum_form`; the first is the default
+MOMENTUM_FORMS = ("ema", "sum", "bias_corrected")
 SUM_KEY = "momentum_sum"  # state of the momentum as a sum
 
 
 def is_sum(group: Mapping[str, Any]) -> bool:
     """Return whether the momentum of a group is a sum."""
     return group.get("momentum_form") == "sum"
+
+
+# Key of a group: completed steps of its momentum, see `nesterov_weight`. A number of the group, and
+# no state, because kernels take numbers of groups: the host counts without reading the device
+STEPS_KEY = "momentum_steps"
+SETTLED = 1 << 30  # in place of an unknown number of steps: the correction is over
+
+
+def is_corrected(group: Mapping[str, Any]) -> bool:
+    """Return whether Nesterov's mix of momentum and gradient is bias-corrected."""
+    return group.get("momentum_form") == "bias_corrected"
+
+
+def count_momentum(groups: Iterable[dict[str, Any]]) -> None:
+    """Count a completed step in groups with the key STEPS_KEY, in place."""
+    for group in groups:
+        group[STEPS_KEY] = min(group[STEPS_KEY] + 1, SETTLED)
+
+
+def nesterov_weight(group: Mapping[str, Any]) -> float:
+    """Return the weight of G in Nesterov's U of the next step; 1 - mu without correction."""
+    momentum = float(group["momentum"])
+    if not is_corrected(group):
+        return 1.0 - momentum
+    t = group.get(STEPS_KEY, SETTLED) + 1
+    of_gradient = (1.0 - momentum) / (1.0 - momentum**t)
+    return of_gradient / (of_gradient + momentum / (1.0 - momentum ** (t + 1)))
 
 
 # Allowed values of `rounding`, how new weights are rounded; the first is the default

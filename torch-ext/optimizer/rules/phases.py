@@ -178,8 +178,9 @@ class PackByRule:
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
         sums: bool = False,
+        corrected: bool = False,
     ) -> None:
-        """Arguments of `Pack`, after `update`. `sums` is refused by validation."""
+        """Arguments of `Pack`, after `update`. `sums` and `corrected` are refused by validation."""
         self.update = update
         self.M = list(M)
         self.U = list(U)

@@ -16,21 +16,22 @@ of Muon are fused kernels (kernels/elementwise/), used by every rule that does n
 
 State, by the part of a parameter (..., R, C) that one number belongs to:
 
-| key               | rules         | one number per | shape       | dtype                  |
-|-------------------|---------------|----------------|-------------|------------------------|
-| `momentum_buffer` | all but AdamW | element        | (..., R, C) | `state_dtype`          |
-| `momentum_sum`    | all but AdamW | element        | (..., R, C) | `state_dtype`          |
-| `second_moment`   | NorMuon       | row            | (..., R, 1) | fp32                   |
-| keys of a `Rule`  | its own       | see `State`    | see `State` | see `State`            |
-| `exp_avg`         | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
-| `exp_avg_sq`      | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
-| `step`            | AdamW         | parameter      | ()          | fp32                   |
-| `initial_weight`  | all           | element        | (..., R, C) | of the weight          |
+| key               | rules                  | a number per | shape       | dtype                  |
+|-------------------|------------------------|--------------|-------------|------------------------|
+| `momentum_buffer` | of matrices; sgd, sign | element      | (..., R, C) | `state_dtype`, or fp64 |
+| `momentum_sum`    | of matrices            | element      | (..., R, C) | `state_dtype`          |
+| `second_moment`   | NorMuon                | row          | (..., R, 1) | fp32                   |
+| keys of a `Rule`  | its own                | see `State`  | see `State` | see `State`            |
+| `exp_avg`         | adamw, lion            | element      | (..., R, C) | `state_dtype`, or fp64 |
+| `exp_avg_sq`      | adamw                  | element      | (..., R, C) | `state_dtype`, or fp64 |
+| `step`            | adamw                  | parameter    | ()          | fp32                   |
+| `initial_weight`  | all                    | element      | (..., R, C) | of the weight          |
 
 `momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`. Only groups with
-`decay="initial"` keep `initial_weight`. `state_dtype` is fp32 or bf16; AdamW keeps the averages of
-fp64 parameters in fp64. State is sharded like the parameter; state per parameter is equal on every
-rank. AdamW steps weight and state in a single elementwise phase (adamw.py), and is no `Rule`.
+`decay="initial"` keep `initial_weight`. `state_dtype` is fp32 or bf16; state of fp64 parameters is
+fp64. State is sharded like the parameter; state per parameter is equal on every rank. Rules of
+groups with use_muon=False step weight and state in a single elementwise phase (elementwise.py), and
+are no `Rule`.
 
 A rule reads two kinds of numbers. `host_constants` are arguments of launches; a CUDA graph keeps
 the values of its capture, so a change means a new capture. `device_scalars` are uploaded before a
@@ -54,7 +55,8 @@ from ..kernels.elementwise.weight_update import ALL
 from ..newton_schulz import coefficients
 from ..params.units import WHOLE, Split
 from .decay import INITIAL_KEY, form_of, rate_of
-from .muon import SUM_KEY, is_stochastic, is_sum
+from .elementwise import elementwise_of, step_size
+from .muon import MOMENTUM_FORMS, SUM_KEY, is_stochastic, is_sum, nesterov_weight
 
 PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
 
@@ -85,15 +87,15 @@ class Numbers:
     """
 
     def __init__(self, rule: Rule, group: Mapping[str, Any], scalars: torch.Tensor) -> None:
-        """`scalars`: `device_scalars` of one group (8,), or of the group of each matrix (N, 8), in
-        fp32 on the device. `group`: the live group, one of several with equal options.
+        """`scalars`: `device_scalars` of one group (12,), or of the group of each matrix (N, 12),
+        in fp32 on the device. `group`: the live group, one of several with equal options.
         """
         self._group = group
         self._options = rule.options
         if scalars.ndim > 1:
             scalars = scalars.T.unsqueeze(-1).unsqueeze(-1)
         self.lr, self.decay, beta2, one_minus_beta2, self.one_minus_momentum = scalars[:5]
-        self.momentum, _, self.weight_decay = scalars[5:]
+        self.momentum, _, self.weight_decay = scalars[5:8]
         if "beta2" in rule.options:
             self.beta2, self.one_minus_beta2 = beta2, one_minus_beta2
 
@@ -161,6 +163,11 @@ class Rule:
     write_factors: ClassVar[tuple[str, ...]] = ()
     # Whether a fused rule also takes stacks of scattered rows, see [Note: direct matrices]
     takes_scattered_rows: ClassVar[bool] = False
+    # Of built-in rules: whether the key `nesterov` is read; whether lr is multiplied by the option
+    # `radius`; `adjust_lr_fn` in place of the group's
+    has_nesterov: ClassVar[bool] = True
+    has_radius: ClassVar[bool] = False
+    adjust_lr_fn: ClassVar[str | None] = None
 
     @classmethod
     def check(cls, group: Mapping[str, Any]) -> None:
@@ -244,7 +251,7 @@ def changes_at_lr_0(rule: Rule) -> bool:
 
 # Name -> rule, of built-in rules and of all classes that an optimizer of the process was given
 RULES: dict[str, Rule] = {}
-# State key -> State, of all of `RULES` and of AdamW
+# State key -> State, of all of `RULES` and `ELEMENTWISE`
 STATES: dict[str, State] = {
     "momentum_buffer": State("momentum_buffer"),
     "exp_avg": State("exp_avg"),
@@ -252,7 +259,8 @@ STATES: dict[str, State] = {
     INITIAL_KEY: State(INITIAL_KEY),
     SUM_KEY: State(SUM_KEY),
 }
-# Keys of Muon, NorMuon and AdamW, which a state may have from an earlier use of its parameter
+# Keys of Muon, NorMuon and elementwise rules, which a state may have from an earlier use of its
+# parameter
 BASE_KEYS = frozenset(("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq"))
 # Kinds of pieces in planning/rank_plan.py, and keys of AdamW and of checkpoints
 RESERVED_KEYS = ("matrix", "weight", "chunk", "step", "param", "params")
@@ -344,10 +352,16 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     return RULES[name]
 
 
+def host_options(rule: Rule) -> list[str]:
+    """Return the options that launches take from the host: the device has the others."""
+    on_device = ("beta2", "radius") if rule.has_radius else ("beta2",)
+    return [key for key in rule.options if key not in on_device]
+
+
 def option_keys(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the options, without beta2, of the rules that groups name: `host_constants`."""
+    """Return the `host_options` of the rules that groups name."""
     names = set(map(dict.get, groups, itertools.repeat("rule"))) & RULES.keys()
-    return sorted({key for name in names for key in RULES[name].options} - {"beta2"})
+    return sorted({key for name in names for key in host_options(RULES[name])})
 
 
 def origins(groups: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
@@ -395,9 +409,10 @@ def all_state_keys() -> tuple[str, ...]:
 
 def device_scalars(group: Mapping[str, Any]) -> list[float]:
     """Return the numbers of a group that schedules change, for device memory in fp32:
-    [lr, 1 - rate, beta2, 1 - beta2, 1 - momentum, momentum, rate, weight_decay], with the rate of
-    decay (lr weight_decay, see decay.py). AdamW reads lr, and the rate of other forms of decay than
-    the default.
+    [step size, 1 - rate, beta2, 1 - beta2, 1 - momentum, momentum, rate, weight_decay, weight of G
+    in Nesterov's mix, 0, 0, 0]. The step size is lr, times the option `radius` of rules with one;
+    the rate of decay is lr weight_decay, see decay.py. Elementwise rules read the step size, and
+    the rate where they do not decay themselves.
     """
     lr = float(group["lr"])
     weight_decay = float(group["weight_decay"])
@@ -406,7 +421,16 @@ def device_scalars(group: Mapping[str, Any]) -> list[float]:
     momentum = float(group["momentum"])
     # The weight update reads from element 0, the momentum from element 4. Both addresses are
     # multiples of 16 bytes: Triton would compile each kernel anew for an unaligned pointer
-    return [lr, 1.0 - rate, beta2, 1.0 - beta2, 1.0 - momentum, momentum, rate, weight_decay]
+    if "radius" in group and _has_radius(group):
+        lr *= float(group["radius"])
+    mix = nesterov_weight(group) if "momentum_form" in group else 1.0 - momentum
+    means = [beta2, 1.0 - beta2, 1.0 - momentum, momentum]
+    return [lr, 1.0 - rate, *means, rate, weight_decay, mix, 0.0, 0.0, 0.0]
+
+
+def _has_radius(group: Mapping[str, Any]) -> bool:
+    """Whether the rule of a group multiplies lr by the option `radius`."""
+    return (rule_of if group["use_muon"] else elementwise_of)(group).has_radius
 
 
 class MuonConstants(NamedTuple):
@@ -416,9 +440,9 @@ class MuonConstants(NamedTuple):
     eps: float
     rule: Rule
     nesterov: bool
-    options: tuple  # values of `Rule.options`, without beta2
+    options: tuple  # values of `host_options`
     decay: int  # form of decay of the weight update
-    is_sum: bool  # the momentum is a sum
+    momentum_form: str  # one of MOMENTUM_FORMS
     is_stochastic: bool  # weights are rounded stochastically
 
 
@@ -444,26 +468,28 @@ def number_of(value: object) -> float:
 def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
     """Return the numbers of a group that launches take as arguments from the host.
 
-    A Muon group: `MuonConstants`. An AdamW group: (beta1, beta2, eps, weight_decay, lr or None,
-    decay). A captured CUDA graph is valid as long as these numbers are equal. `wide`: AdamW steps
-    in fp64, in which torch's fused kernel takes lr from the host only.
+    A Muon group: `MuonConstants`. Another group: (`Elementwise.constants`, weight_decay, lr or
+    None, decay, name of the rule). A captured CUDA graph is valid as long as these numbers are
+    equal. `wide`: steps in fp64, in which torch's fused kernel takes lr from the host only.
     """
     if group["use_muon"]:
         rule = rule_of(group)
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
         options = ()
         if rule.options:
-            options = tuple(frozen(group[key]) for key in rule.options if key != "beta2")
-        nesterov = bool(group["nesterov"])
+            options = tuple(frozen(group[key]) for key in host_options(rule))
+        nesterov = bool(group["nesterov"]) and rule.has_nesterov
         # Without a call for groups without these keys: each part of a bucket reads the constants
         decay = form_of(group) if "decay" in group else ALL
-        sums = "momentum_form" in group and is_sum(group)
+        form = group["momentum_form"] if "momentum_form" in group else MOMENTUM_FORMS[0]
         rounds = "rounding" in group and is_stochastic(group)
         return MuonConstants(
-            steps, float(group["eps"]), rule, nesterov, options, decay, sums, rounds
+            steps, float(group["eps"]), rule, nesterov, options, decay, form, rounds
         )
-    fixed = map(float, (*group["betas"], group["eps"], group["weight_decay"]))
-    return *fixed, float(group["lr"]) if wide else None, group.get("decay")
+    rule = elementwise_of(group)
+    lr = step_size(group) if wide else None
+    weight_decay = float(group["weight_decay"])
+    return *rule.constants(group), weight_decay, lr, group.get("decay"), rule.name
 
 
 def momentum_key(group: Mapping[str, Any]) -> str:
@@ -474,7 +500,8 @@ def momentum_key(group: Mapping[str, Any]) -> str:
 def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of the state that a parameter of a group has."""
     if not group["use_muon"]:
-        keys = ("step", "exp_avg", "exp_avg_sq")
+        rule = elementwise_of(group)
+        keys = ("step", *rule.averages) if rule.counts else rule.averages
     else:
         keys = (momentum_key(group), *(state.key for state in rule_of(group).state))
     return (*keys, INITIAL_KEY) if group.get("decay") == "initial" else keys

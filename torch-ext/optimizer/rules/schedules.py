@@ -1,8 +1,9 @@
 """Numbers of groups that learning-rate schedulers write: beta1 of AdamW groups, and tensors.
 
-`Beta1` keeps `momentum` and `betas[0]` of an AdamW group equal. Schedulers like OneCycleLR cycle
-`momentum` in every group of an optimizer with a default for `momentum`; in AdamW groups beta1 must
-follow. `unshare_tensors` gives each group separate tensors. No function reads a parameter.
+`Beta1` keeps `momentum` and `betas[0]` of an AdamW group, or of Lion, equal. Schedulers like
+OneCycleLR cycle `momentum` in every group of an optimizer with a default for `momentum`; in groups
+with betas, beta1 must follow. `unshare_tensors` gives each group separate tensors. No function
+reads a parameter.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..params.errors import shortened
+from .elementwise import DEFAULT, ELEMENTWISE
 from .rule import number_of
 
 
@@ -38,6 +40,8 @@ class Beta1:
             betas = group.get("betas")
             if group["use_muon"] or not isinstance(betas, (tuple, list)) or len(betas) != 2:
                 continue
+            if not has_betas(group):
+                continue
             _, last = self.last.get(id(group), (None, None))
             beta1 = number_of(betas[0])
             momentum = number_of(group.get("momentum"))
@@ -57,16 +61,28 @@ class Beta1:
         self.last = {}
 
 
+def has_betas(group: dict) -> bool:
+    """Whether the rule of a group with use_muon=False reads `betas`, not `momentum`. A group may
+    have betas from an earlier rule.
+    """
+    rule = ELEMENTWISE.get(group.get("rule") or DEFAULT)
+    return rule is None or "betas" in rule.options
+
+
 def check_momentum(group: dict, given: object, default: object) -> None:
-    """Raise ValueError if a new AdamW group was given a `momentum` different from beta1.
+    """Raise ValueError if a new group whose rule reads betas was given another `momentum` than
+    beta1.
 
     `given`: `momentum` of the group before defaults were filled in, None if absent. The default of
     the optimizer is accepted without effect, since wrappers copy all arguments into every group.
     """
+    if not has_betas(group):
+        return
     if given is not None and given != default and given != group["betas"][0]:
         raise ValueError(
-            f"momentum={shortened(repr(given))} in a group of AdamW, whose betas are "
-            f"{group['betas']}: momentum is beta1 there; set betas, and remove momentum"
+            f"momentum={shortened(repr(given))} in a group of {group.get('rule') or 'AdamW'}, "
+            f"whose betas are {group['betas']}: momentum is beta1 there; set betas, and remove "
+            "momentum"
         )
 
 

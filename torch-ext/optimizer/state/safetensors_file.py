@@ -32,6 +32,7 @@ from .state_dict import (
     in_momentum_form,
     options_of,
     with_function,
+    with_momentum_steps,
     with_saved_rule,
     without_function,
 )
@@ -473,6 +474,6 @@ def _saved_group(
     check_same_rule(number, group, options)
     known = dict.fromkeys((*group, *OPTIONAL_KEYS))
     taken = {key: _from_json(key, group.get(key), options[key]) for key in known if key in options}
-    taken = with_function(number, taken, group)
+    taken = with_momentum_steps(with_function(number, taken, group), group)
     check_group({**group, **taken}, set(group))
     return {**group, **taken, "params": params}

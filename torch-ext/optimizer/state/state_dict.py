@@ -26,7 +26,8 @@ from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
 from ..rules.decay import INITIAL_KEY
-from ..rules.muon import SUM_KEY, is_sum
+from ..rules.elementwise import DEFAULT, elementwise_of
+from ..rules.muon import SETTLED, STEPS_KEY, SUM_KEY, is_sum
 from ..rules.rule import all_state_keys, state_device_and_dtype, state_keys, state_shape
 from .consolidated import refuse_elsewhere
 from .peers import PEERS, listed, marked
@@ -152,6 +153,7 @@ class Loading:
             # A checkpoint of torch.distributed.checkpoint without state: torch raises
             return None
         groups = [with_function(number, *pair) for number, pair in enumerate(zip(groups, self.own))]
+        groups = list(map(with_momentum_steps, groups, self.own))
         states = {key: without_holes(state) for key, state in loaded["state"].items()}
         loaded = {**loaded, "param_groups": groups, "state": states}
         self.restored = restore(loaded, self.own, self.options)
@@ -471,6 +473,13 @@ def in_momentum_form(state: object, group: dict, saved: dict) -> object:
     return {**rest, SUM_KEY: wide / (1.0 - momentum)}
 
 
+def with_momentum_steps(saved: dict, own: dict) -> dict:
+    """Return the options `saved` with SETTLED as `momentum_steps` if only the own group counts
+    steps: a checkpoint without the count has a momentum of unknown age, taken as old.
+    """
+    return {STEPS_KEY: SETTLED, **saved} if STEPS_KEY in own else saved
+
+
 def _foreign_entries(state: object) -> dict:
     """Return the entries of a parameter's state that neither this optimizer nor torch's AdamW
     keeps.
@@ -577,10 +586,13 @@ def check_same_rule(number: int, group: dict, saved: dict) -> None:
     """Raise ValueError for a group that was saved with another rule. Every rule accepts the
     momentum of Muon, which groups without a key `rule` have.
     """
-    if not group["use_muon"]:
-        return
-    was = saved.get("rule") or ("normuon" if "beta2" in saved else None)
-    now = group.get("rule") or ("normuon" if "beta2" in group else "muon")
+    if group["use_muon"]:
+        was = saved.get("rule") or ("normuon" if "beta2" in saved else None)
+        now = group.get("rule") or ("normuon" if "beta2" in group else "muon")
+    else:
+        # Groups of torch's AdamW, and of AdamW here, have betas and no rule
+        was = saved.get("rule") or (DEFAULT if "betas" in saved else None)
+        now = elementwise_of(group).name
     if was not in (None, "muon", now):
         raise ValueError(
             f"parameter group {number} was saved with rule={was!r}, but has {now!r} here: build "

@@ -28,13 +28,17 @@ from .multi_tensor import (
 
 tl = None  # Triton's language, put here by jit
 
+# In the numbers of a group: elements from 1 - mu to the weight of G in a bias-corrected U
+NESTEROV = 4
+
 
 class Pack:
     """Momentum of many rectangles: M <- mu M + (1 - mu) G, then U <- mu M + (1 - mu) G or U <- M.
 
     M: momentum, G: gradient, U: update, mostly a view of a send buffer. The first form of U is
     Nesterov momentum, with the new M. With `sums`: M <- mu M + G, then U <- mu M + G or U <- M.
-    With `signs` the signs of U, as rounded, take the place of U; zeros and NaN stay.
+    With `corrected`, Nesterov's U is M + y (G - M), with a number y of the parameter group. With
+    `signs` the signs of U, as rounded, take the place of U; zeros and NaN stay.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Pack:
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
         sums: bool = False,
+        corrected: bool = False,
         signs: bool = False,
     ):
         """Bind M and U: lists of 2-D views with equal shapes, at fixed addresses. `groups`: number
@@ -62,6 +67,7 @@ class Pack:
             bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
         )
         self.sums = sums
+        self.corrected = corrected
         self.signs = signs
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
         self.groups = groups_of(groups, self.launches)
@@ -80,8 +86,9 @@ class Pack:
 
         `tensors`: all gradients of the step, unchanged. `addresses`: their addresses, int64 on the
         device (None without Triton). `weight`: 1 - mu of group 0, then mu, read with `sums` only,
-        in fp32 on the device; the values of group i are i * NUMBERS elements behind. Without
-        `update_momentum`, `WeightUpdate` writes M later, together with the weight.
+        in fp32 on the device; y, read with `corrected` only, is NESTEROV elements behind the
+        first. The values of group i are i * NUMBERS elements behind. Without `update_momentum`,
+        `WeightUpdate` writes M later, together with the weight.
         """
         if self.launches is None:
             gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
@@ -91,7 +98,9 @@ class Pack:
                     self.M, self.U, gradients, weights, nesterov, update_momentum, self.skip
                 )
             else:
-                pack_torch(self.M, self.U, gradients, weights, nesterov, update_momentum)
+                weights = [weight[at] for at in self.group_offsets]
+                mixes = [weight[at + NESTEROV * self.corrected] for at in self.group_offsets]
+                pack_torch(self.M, self.U, gradients, weights, nesterov, update_momentum, mixes)
             for u in self.U if self.signs else ():
                 u.copy_(torch.where(u > 0, 1.0, torch.where(u < 0, -1.0, u)))
             return
@@ -111,6 +120,7 @@ class Pack:
                 SKIPS=skips,
                 GROUPED=grouped,
                 SUMS=self.sums,
+                CORRECTED=self.corrected,
                 SIGNS=self.signs,
             )
 
@@ -138,15 +148,16 @@ def pack_torch(
     weights: Sequence[torch.Tensor],
     nesterov: bool,
     update_momentum: bool = True,
+    mixes: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Compute `Pack` in torch, rectangle by rectangle, with the bits of the kernel. `weights`: 1 -
-    mu of each rectangle.
+    mu of each rectangle. `mixes`: the weight of G in Nesterov's U; None: `weights`.
     """
-    for m, u, g, weight in zip(M, U, G, weights):
+    for m, u, g, weight, mix in zip(M, U, G, weights, mixes or weights):
         new = lerp(m, g, weight)
         if update_momentum:
             m.copy_(new)
-        u.copy_(lerp(new, g, weight) if nesterov else new)
+        u.copy_(lerp(new, g, mix) if nesterov else new)
 
 
 def pack_sums_torch(
@@ -196,6 +207,7 @@ def _pack_kernel(
     SKIPS: tl.constexpr,
     GROUPED: tl.constexpr,
     SUMS: tl.constexpr,
+    CORRECTED: tl.constexpr,
     SIGNS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -206,7 +218,8 @@ def _pack_kernel(
 ):
     """Compute `Pack` for a block of elements. Lists of the table: M, U, G.
 
-    `weight`: pointer to 1 - mu of group 0, then mu. SUMS: M is a sum. SIGNS: write signs of U.
+    `weight`: pointer to 1 - mu of group 0, then mu; y is NESTEROV (4) elements behind the first.
+    SUMS: M is a sum. CORRECTED: y is the weight of G in Nesterov's U. SIGNS: write signs of U.
     `flags`, `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if
     GROUPED only.
     """
@@ -229,10 +242,13 @@ def _pack_kernel(
     else:
         if SKIPS:
             g = tl.where(unskipped(inside, blocks, flags, places), g, m)
-        rest = tl.load(weight + group_offset(blocks, groups, GROUPED))
+        at = weight + group_offset(blocks, groups, GROUPED)
+        rest = tl.load(at)
         m += rest * (g - m)
         tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
         if NESTEROV:
+            if CORRECTED:
+                rest = tl.load(at + 4)
             m += rest * (g - m)
     u = m.to(TYPE_1)
     if SIGNS:

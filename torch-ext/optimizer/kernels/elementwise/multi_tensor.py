@@ -28,7 +28,7 @@ tl = None  # Triton's language, put here by jit
 
 BLOCK = 4096  # elements per program
 ALIGNMENT = 16  # bytes: the widest access of a thread
-NUMBERS = 8  # fp32 elements of a parameter group in `rules.rule.device_scalars`
+NUMBERS = 12  # fp32 elements of a parameter group in `rules.rule.device_scalars`
 LONGEST = 1 << 30  # elements in a row of a record: a position in a row stays a 32-bit number
 VECTOR = 8  # elements of a vector access: 16 bytes of a 16-bit dtype, 32 of fp32
 # How a launch accesses the elements of its records, from the slowest to the fastest:

@@ -444,7 +444,7 @@ def _update_kernel(
     if ROUNDS:
         LIST: tl.constexpr = 2 + MOMENTA + (DECAY == 2)
         numbers = element_numbers(record, row, column, LIST, ACCESS)
-        new = _rounded(new, numbers, tl.load(keys + group // 8))  # 8: NUMBERS
+        new = _rounded(new, numbers, tl.load(keys + group // 12))  # 12: NUMBERS
     tl.store(w_at, new.to(TYPE_0), mask=inside)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from ...kernels.elementwise.weight_update import ALL
 from ...newton_schulz.coefficients import FP32_MAX, steps_of
 from ...rules.decay import DECAYS, DECOUPLED, form_of
+from ...rules.elementwise import elementwise_of
 from ...rules.muon import (
     AMBIGUOUS_SCALES,
     DRAWN_KEY,
@@ -18,9 +19,12 @@ from ...rules.muon import (
     ROUNDINGS,
     SCALES,
     SEED_KEY,
+    SETTLED,
+    STEPS_KEY,
+    is_corrected,
     is_sum,
 )
-from ...rules.rule import number_of, rule_of, writes_weights
+from ...rules.rule import number_of, overrides, rule_of, writes_weights
 from ..errors import shortened
 
 FINITE = "a finite number >= 0 that fp32 holds"
@@ -39,8 +43,12 @@ def check_values(group: dict) -> None:
     is_form = isinstance(form, str) and form in MOMENTUM_FORMS
     require(is_form, "momentum_form", form, f"one of {MOMENTUM_FORMS}")
     _check_rounding(group)
+    count = group.get(STEPS_KEY, 0)
+    is_count = type(count) is int and 0 <= count <= SETTLED
+    require(is_count, STEPS_KEY, count, f"a whole number from 0 to {SETTLED}, the steps so far")
     steps_of(group["ns_coefficients"], group["ns_steps"])
-    if is_adamw(group) and group.get("betas") is None:
+    other = elementwise_of(group) if is_adamw(group) else None
+    if other is not None and "betas" in other.options and group.get("betas") is None:
         raise ValueError(
             "use_muon=False, but the group has no betas: to move a group from Muon to AdamW, set "
             "betas and eps along with use_muon"
@@ -84,17 +92,22 @@ def _check_rule(group: dict) -> None:
     """Raise ValueError for an unknown rule, for wrong or missing options of the rule, and for
     options that the rule does not read.
     """
-    if group.get("rule") is None or is_adamw(group):
+    if group.get("rule") is None:
         return
-    rule = rule_of(group)
+    rule = (elementwise_of if is_adamw(group) else rule_of)(group)
     for key in [key for key in rule.options if key not in group]:
         raise ValueError(
             f"rule={group['rule']!r} needs the key {key!r}, by default {rule.options[key]!r}: add "
             "it to the group along with the rule"
         )
     rule.check(group)
-    own = {"decay": form_of(group) != ALL, "momentum_form": is_sum(group)}
-    for key in [key for key, differs in own.items() if writes_weights(rule) and differs]:
+    if is_adamw(group):
+        return
+    # A bias correction changes the numbers of the momentum, which only `update` replaces
+    form = writes_weights(rule) and is_sum(group)
+    form = form or overrides(rule, "update") and is_corrected(group)
+    own = {"decay": writes_weights(rule) and form_of(group) != ALL, "momentum_form": form}
+    for key in [key for key, differs in own.items() if differs]:
         raise ValueError(
             f"{key}={group[key]!r} with rule={group['rule']!r}, which has formulas of its own: "
             f"leave {key} out, or use another rule"

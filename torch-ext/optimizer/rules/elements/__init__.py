@@ -1,0 +1,1 @@
+"""Rules of groups with use_muon=False, by name."""

@@ -1,0 +1,57 @@
+"""AdamW (arXiv 1711.05101), through torch's fused or foreach kernels.
+
+For each element, with t the count of steps (state `step`):
+
+    m <- beta1 m + (1 - beta1) G,   v <- beta2 v + (1 - beta2) G^2       exp_avg, exp_avg_sq
+    W <- (1 - lr weight_decay) W - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+The update has the sign of the new m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim.adamw import adamw as torch_adamw
+
+from ..elementwise import Elementwise, Members, Tensors, register_elementwise
+
+
+@register_elementwise
+class AdamW(Elementwise):
+    """See the module. The defaults of its options are arguments of the optimizer."""
+
+    name = "adamw"
+    averages = ("exp_avg", "exp_avg_sq")
+    counts = True
+    options = {"betas": (0.9, 0.95), "eps": 1e-8}
+    decays = True
+    in_fp32 = False  # torch's fused kernel computes in fp32
+
+    def constants(self, group: Mapping[str, Any]) -> tuple:
+        """Return (beta1, beta2, eps)."""
+        beta1, beta2 = group["betas"]
+        return float(beta1), float(beta2), float(group["eps"])
+
+    def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
+        """See `Elementwise.step`. The kernel is fused on GPUs, else foreach."""
+        fused = of.W[0].is_cuda
+        beta1, beta2, eps = self.constants(group)
+        torch_adamw(
+            of.W,
+            of.G,
+            *of.averages,
+            [],
+            of.steps,
+            foreach=not fused,
+            fused=fused,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=of.lr,
+            weight_decay=of.weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+        return of.averages[0]
