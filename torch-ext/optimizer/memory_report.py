@@ -30,7 +30,7 @@ from .planning.plan import Bucket
 from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
 from .report import as_bytes
-from .rules.adamw import MAX_COPIED_ELEMENTS
+from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of
 from .rules.rule import STATES, state_device_and_dtype, state_keys, state_shape
 
 OPTIMIZER_KINDS = ("state", "workspace", "tables", "graphs", "temporary")
@@ -368,14 +368,16 @@ def _state_at(
 
 
 def _copied_bytes(rank: int, plan: Plan, options: MuonConfig) -> int:
-    """Return the bytes of the copies that a step of AdamW makes at a time where weight, gradient
-    and averages differ in dtype, see `rules.adamw.adamw`.
+    """Return the bytes of the copies that a step of AdamW, or another elementwise rule, makes at a
+    time where weight, gradient and averages differ in dtype, see `rules.elementwise.step`.
     """
     copied, largest = 0, 0
     for i, param in enumerate(plan.params):
-        state = state_device_and_dtype("exp_avg", param, options.state_dtype)[1]
+        rule = elementwise_of(plan.group_at(i))
+        state = state_device_and_dtype(rule.averages[0], param, options.state_dtype)[1]
         wide = torch.promote_types(param.dtype, state)
-        dtypes = (param.dtype, gradient_dtype(param), state, state)
+        wide = torch.promote_types(wide, torch.float32) if rule.in_fp32 else wide
+        dtypes = (param.dtype, gradient_dtype(param), *[state] * len(rule.averages))
         each = sum(wide.itemsize for dtype in dtypes if dtype != wide)
         copied += each * _numel_at(rank, plan.layouts[i])
         largest = max(largest, each)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ..normuon import NorMuonColumnsRule, NorMuonRule
+from ...kernels.elementwise.norms import normalize
+from ..normuon import EPS, NorMuonColumnsRule
 from ..rule import Rule, State, Units, register
 
 
@@ -25,5 +26,7 @@ class NorMuonAspect(Rule):
     def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
         """Normalize the rows of O (N, R, C) in place if R >= C, else the columns."""
         rows, columns = O.shape[1:]
-        side = NorMuonRule if rows >= columns else NorMuonColumnsRule
-        return side.after(self, O, units)
+        if rows < columns:
+            return NorMuonColumnsRule.after(self, O, units)
+        normalize(O, units.state["second_moment"], units.scalars, EPS, units.groups)
+        return O
