@@ -76,7 +76,8 @@ def test_kernel_and_torch_give_the_same_bits_however_a_matrix_is_cut(part, devic
     update, tables = part("kernels.elementwise.weight_update"), part("kernels.elementwise.multi_tensor")
     W, O, M, first = (torch.randn(R, C, device=device).to(dtype) for dtype in (BF16, BF16, torch.float32, BF16))
     gradient = torch.randn(R, C, device=device)
-    numbers = torch.tensor([[9e9, 9e9, 0, 0, 9e9, 9e9, 9e9, 9e9], [1e-3, 0.9, 0, 0, 0.1, 0.9, 0.1, 1]], device=device)
+    numbers = torch.zeros(2, tables.NUMBERS, device=device)
+    numbers[:, :8] = torch.tensor([[9e9, 9e9, 0, 0, 9e9, 9e9, 9e9, 9e9], [1e-3, 0.9, 0, 0, 0.1, 0.9, 0.1, 1]])
     keys = KEY.to(device)
 
     def run(pieces):
