@@ -295,9 +295,8 @@ def small(arch: str, shared: int, side: int, U: str):
     # As few steps as show every kind; each is compiled for itself, and more of them take no more memory. The Gram
     # iteration's: the first, one between and the last of a interval, and, after a restart, the only one of another. Of
     # what U's dtype changes, which is before the first step and after the last, two only steps show as much. For sm90
-    # both sides show every kind, elsewhere the longer: there the interval's kernel leaves out the step between, which
-    # the Gram iteration has, and the standard iteration of the shorter side is compiled for the narrower dtype with the
-    # fewer columns and for the wider dtype, which takes the most memory, with more.
+    # both sides show every kind, elsewhere the longer, and the interval's kernel leaves out the step between, which
+    # the Gram iteration has.
     full = arch == "sm90"
     yield compile_for(arch, on_chip._interval_kernel, arguments | dict(STEPS=3 if full else 2),
                       num_warps=side // 16)
@@ -305,8 +304,6 @@ def small(arch: str, shared: int, side: int, U: str):
     standard = on_chip._standard_kernel, dict(STEPS=2 if all_kinds else 1)
     gram = on_chip._gram_kernel, dict(STEPS=4, FIRSTS=0b11001) if all_kinds else dict(STEPS=2, FIRSTS=0b111)
     for (kernel, steps), chunk in ((standard, side), (standard, 128), (gram, 128)):
-        if kernel is on_chip._standard_kernel and not full and side < 128 and (chunk < 128) != (U == "*bf16"):
-            continue
         stages, options = on_chip.pipeline_depth(shared, side * chunk, size)
         constants = dict(steps, CHUNK=chunk, STAGES=stages)
         yield compile_for(arch, kernel, arguments | constants, num_warps=side // 16, **options)
