@@ -102,10 +102,12 @@ def products(arch: str):
         specialised = loop in tiles.SPECIALISED
         compile_product = by_pointers if loop == "pointers" else by_groups if specialised else by_tma
         yield entry, compile_product(arch, entry)
+        largest = loop != "once" or entry["tile"][:2] == [128, 128]  # of the tiles that a program has alone
         if entry["op"] != "product" and loop == "once":
             yield {**entry, "to": "single"}, by_one_group(arch, entry)
-            yield {**entry, "to": "ordered"}, by_one_group(arch, entry, order="*i32")
-        if entry["op"] == "gram" and entry["bytes"] == 2 and loop != "pointers":
+            if largest:
+                yield {**entry, "to": "ordered"}, by_one_group(arch, entry, order="*i32")
+        if entry["op"] == "gram" and entry["bytes"] == 2 and loop != "pointers" and largest:
             of_bf16 = by_one_group if loop == "once" else compile_product
             yield {**entry, "of": "bf16"}, of_bf16(arch, entry, of="bf16")
         if entry["op"] == "product":
@@ -203,7 +205,10 @@ def resident(dtype: str) -> int:
 
 
 def others(arch: str, shared: int):
-    """Compile the kernels of everything that is not a product."""
+    """Compile the kernels of everything that is not a product.
+
+    For sm90 each pair of flags of momentum, copies and weight update; elsewhere all of them on, and all off.
+    """
     pack, update, norm, aol, check = (
         part(f"{name}")
         for name in (
@@ -223,11 +228,17 @@ def others(arch: str, shared: int):
         own = dict(groups="*i64", GROUPED=skips)
         fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
         for form in ({"SUMS": False, "CORRECTED": skips}, {"SUMS": True, "CORRECTED": False}):
-            yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SIGNS=skips, **form))
-        yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
-        yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=0))
-        yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=1))
-        for momenta, decay, rounds in itertools.product((False, True), (0, 1, 2), sorted({False, skips})):
+            if arch == "sm90" or form["SUMS"] == skips:
+                yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SIGNS=skips, **form))
+        if arch == "sm90" or skips:
+            yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
+        for access in (0, 1):
+            if arch == "sm90" or not skips:
+                yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=access))
+        pairs = [(momenta, decay) for momenta, decay in itertools.product((False, True), (0, 1, 2))
+                 if (momenta + decay) % 2 == skips]
+        for momenta, decay in pairs if arch == "sm90" else [(skips, 2 * skips)]:
+            rounds = skips != (decay == 1)
             arguments = fresh if momenta else dict(
                 skip, **own, addresses=None, weight=None, update_momentum="i32")
             arguments |= dict(scales="*fp32", sent="*i64", factors="*fp32", MOMENTA=momenta, SUMS=skips, keys="*i64",
@@ -320,10 +331,15 @@ def small(arch: str, shared: int, side: int, U: str):
         BLOCK=side, DTYPE=triton.language.float16)
     # As few steps as show every kind; each is compiled for itself, and more of them take no more memory. The Gram
     # iteration's: the first, one between and the last of a interval, and, after a restart, the only one of another. Of
-    # what U's dtype changes, which is before the first step and after the last, two only steps show as much.
-    yield compile_for(arch, on_chip._interval_kernel, arguments | dict(STEPS=3), num_warps=side // 16)
-    standard = on_chip._standard_kernel, dict(STEPS=2 if U == "*bf16" else 1)
-    gram = on_chip._gram_kernel, dict(STEPS=4, FIRSTS=0b11001) if U == "*bf16" else dict(STEPS=2, FIRSTS=0b111)
+    # what U's dtype changes, which is before the first step and after the last, two only steps show as much. For sm90
+    # both sides show every kind, elsewhere the longer, and the interval's kernel leaves out the step between, which
+    # the Gram iteration has.
+    full = arch == "sm90"
+    yield compile_for(arch, on_chip._interval_kernel, arguments | dict(STEPS=3 if full else 2),
+                      num_warps=side // 16)
+    all_kinds = U == "*bf16" and (full or side == 128)
+    standard = on_chip._standard_kernel, dict(STEPS=2 if all_kinds else 1)
+    gram = on_chip._gram_kernel, dict(STEPS=4, FIRSTS=0b11001) if all_kinds else dict(STEPS=2, FIRSTS=0b111)
     for (kernel, steps), chunk in ((standard, side), (standard, 128), (gram, 128)):
         stages, options = on_chip.pipeline_depth(shared, side * chunk, size)
         constants = dict(steps, CHUNK=chunk, STAGES=stages)
@@ -334,11 +350,14 @@ def whole(U: str, turned: bool, pieces: int = 8) -> int:
     """Compile the kernel of matrices that stay in shared memory as it is launched, for so many pieces."""
     chain, size = part("kernels.onchip.sm90_polar"), 2 if U == "*bf16" else 4
     strides = COLUMN_MAJOR if turned else ROW_MAJOR
+    # Of the wide, turned one, which takes the most registers, and of the one that is neither as many steps as usual; of
+    # the others as few as show every kind.
+    usual = turned == (size == 4)
     arguments = dict(
         U=U, out=U, u_strides=strides, out_strides=strides, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32",
-        WIDE=True, STEPS=5, FIRSTS=0b101011, TURNED=turned, FROM=chain._lines(size, turned),
-        TO=chain._lines(size, turned), SIDE=chain.SIDE, WIDTH=chain.WIDTH, PIECES=pieces,
-        IN_REGISTERS=min(chain.IN_REGISTERS[size], pieces), DTYPE=triton.language.float16)
+        WIDE=True, STEPS=5 if usual else 3, FIRSTS=0b101011 if usual else 0b1011, TURNED=turned,
+        FROM=chain._lines(size, turned), TO=chain._lines(size, turned), SIDE=chain.SIDE, WIDTH=chain.WIDTH,
+        PIECES=pieces, IN_REGISTERS=min(chain.IN_REGISTERS[size], pieces), DTYPE=triton.language.float16)
     return compile_for("sm90", chain._polar_kernel, arguments, num_warps=8)
 
 

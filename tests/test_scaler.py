@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import warnings
 
@@ -204,7 +205,7 @@ def scaled_steps(rank, world, count):
     muon = muon_before_a_step(params)
     muon.grad_scale, muon.found_inf = torch.ones(()), torch.zeros(())
     for step in range(4):
-        with counting(found if step == 3 else collections.Counter()):
+        with counting(found) if step == 3 else contextlib.nullcontext():
             answers.append(muon._step_supports_amp_scaling)
             muon.step()
     for p in params[count:]:

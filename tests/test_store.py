@@ -439,8 +439,8 @@ def measured_on_rank(rank, world, shapes, mode, room):
 
 @pytest.mark.parametrize("mode, once", [*((mode, False) for mode in ("fsdp", "hsdp", "ddp", "unreduced", "alone")),
                                         *((mode, True) for mode in ("hsdp", "ddp", "unreduced"))])
-@pytest.mark.parametrize("room", [None, 1_500_000])
-@pytest.mark.parametrize("shapes", [[(24, 32)] * 64, [(16, 64), (64, 16), (32, 32), (32, 16)] * 20],
+@pytest.mark.parametrize("room", [None, 750_000])
+@pytest.mark.parametrize("shapes", [[(24, 32)] * 32, [(16, 64), (64, 16), (32, 32), (32, 16)] * 10],
                          ids=["one", "mixed"])
 def test_a_step_takes_the_workspace_that_was_promised_and_no_more(once, shapes, room, mode, optimizer, monkeypatch):
     """`once`: what several ranks get leaves from one place, as on GPUs."""
