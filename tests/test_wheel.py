@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "torch-ext" / "optimizer"
 
-# Steps a model with the wheel, which needs no `kernels`, then with the build argv[1] and with the wheel again, and prints
-# names, operators and bits of each.
+# Steps a model with the wheel, which needs no `kernels`, then with the build argv[1] and with the wheel again, and
+# prints names, operators and bits of each.
 STEP_BOTH = """
 import json, sys
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Write the wheel `sharded_muon`, the package of torch-ext/optimizer under a name that can be imported.
 
-The functions of PEP 517, which pip calls as pyproject.toml says; nothing but Python is needed, and nothing is written to
-the repository. A wheel is a zip file: the package's files, a generated `_ops.py` and the metadata. One commit always
-gives the same bytes. setuptools would need a list of all folders of the package, as their names change with the first.
+The functions of PEP 517, which pip calls as pyproject.toml says. They need nothing but Python, and write nothing to the
+repository. A wheel is a zip file: the package's files, a generated `_ops.py` and the metadata. One commit always gives
+the same bytes. setuptools would need a list of all folders of the package, because the package changes its name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def dist_info() -> dict[str, bytes]:
     lines = ["Metadata-Version: 2.4", f"Name: {project['name']}", f"Version: {version}",
              f"Summary: {project['description']}", f"License-Expression: {project['license']}",
              *(f"License-File: {name}" for name in project["license-files"]),
-             f"Requires-Python: {project['requires-python']}", *(f"Requires-Dist: {d}" for d in project["dependencies"])]
+             f"Requires-Python: {project['requires-python']}",
+             *(f"Requires-Dist: {name}" for name in project["dependencies"])]
     folder = f"{project['name'].replace('-', '_')}-{version}.dist-info"
     licenses = {f"{folder}/licenses/{name}": (ROOT / name).read_bytes() for name in project["license-files"]}
     return {f"{folder}/METADATA": ("\n".join(lines) + "\n").encode(), f"{folder}/WHEEL": WHEEL.encode(), **licenses}
@@ -55,7 +56,7 @@ def package_files() -> dict[str, bytes]:
     return {**files, f"{module}/_ops.py": OPS.format(name=module, uid=build_id(ROOT)).encode()}
 
 
-def build_wheel(wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None) -> str:
+def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: object = None) -> str:
     """Write the wheel to the folder `wheel_directory`; return its file name."""
     project, _, version = settings()
     metadata = dist_info()
@@ -73,7 +74,7 @@ def build_wheel(wheel_directory: str, config_settings: dict | None = None, metad
     return name
 
 
-def build_sdist(sdist_directory: str, config_settings: dict | None = None) -> str:
+def build_sdist(sdist_directory: str, config_settings: object = None) -> str:
     raise NotImplementedError("there is no source distribution: install from a clone, or build a wheel (make wheel)")
 
 
