@@ -11,8 +11,8 @@ import torch
 from ..muon import Muon, NorMuon
 from .config import ConfigError, refuse_unknown
 
-# Keys of dion's groups -> keys of Muon groups. `epsilon` is left out: dion adds it to the norm, this
-# package a number relative to the largest element, which is small for gradients of any scale
+# Keys of dion's groups -> keys of Muon groups. `epsilon` is left out: dion adds a number to the
+# norm, this package a number relative to the largest element, small for gradients of any scale
 RENAMED = {"mu": "momentum", "muon_beta2": "beta2"}
 KEPT = ("lr", "weight_decay", "nesterov", "param_names", "name")
 OWN = ("params", "algorithm", "mu", "muon_beta2", "beta1", "beta2", "cautious_wd", "epsilon")

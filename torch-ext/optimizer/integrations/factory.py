@@ -199,12 +199,11 @@ def _optimizer(groups: list[dict], arguments: Mapping) -> Muon:
 def _build(overridden: list[tuple[str, dict]], arguments: Mapping) -> Muon:
     """The optimizer of groups, each with its key of the config; errors name the key."""
     try:
-        with in_config_terms(WHERE):
-            return _optimizer([group for _, group in overridden], arguments)
+        return _optimizer([group for _, group in overridden], arguments)
     except (ValueError, TypeError, NotImplementedError):
-        # The error may be that of a pattern: its group alone has it, too
-        for where, group in overridden:
+        for where, group in filter(lambda pair: pair[0], overridden):
+            # The error may be that of a pattern: its group alone has the same fault
             with in_config_terms(f"{WHERE}: {where}"):
-                if where:
-                    _optimizer([group], arguments)
-        raise
+                _optimizer([group], arguments)
+        with in_config_terms(WHERE):
+            raise

@@ -1,0 +1,34 @@
+"""transformers' Trainer and TRL with MuonFactory: one process, DDP, FSDP2, LoRA; resumed with the same bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.frameworks.common import run
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+def assert_resumed(said):
+    for rank in said:
+        assert rank["straight"] == rank["resumed"] == said[0]["straight"]
+
+
+@pytest.mark.parametrize(("mode", "world", "weight", "wrapped"), [
+    ("one", 1, "Parameter", "LlamaForCausalLM"), ("ddp", 2, "Parameter", "DistributedDataParallel"),
+    ("fsdp2", 2, "DTensor", "FSDPLlamaForCausalLM")])
+def test_trainer(tmp_path, mode, world, weight, wrapped):
+    said = run("trainer", world, tmp_path, mode)
+    assert_resumed(said)
+    for rank in said:
+        assert (rank["optimizer"], rank["weight"], rank["wrapped"]) == ("Muon", weight, wrapped)
+        assert rank["rates"] == [0.01, 0.02] and len(rank["muon"]) == 14
+
+
+@pytest.mark.parametrize(("mode", "world"), [("one", 1), ("fsdp2", 2)])
+def test_trainer_with_lora(tmp_path, mode, world):
+    pytest.importorskip("peft")
+    said = run("trainer", world, tmp_path, mode, "lora")
+    assert_resumed(said)
+    assert len(said[0]["muon"]) == 28 and all("lora_" in name for name in said[0]["muon"])
