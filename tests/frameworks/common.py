@@ -54,7 +54,7 @@ def bits(model, optimizer) -> list[str]:
 
 
 def say(**found) -> None:
-    print(SAID + json.dumps(found), flush=True)
+    os.write(1, f"\n{SAID}{json.dumps(found)}\n".encode())  # at once: ranks share the pipe
 
 
 def fsdp2_on_cpu() -> None:
@@ -73,12 +73,13 @@ def fsdp2_on_cpu() -> None:
     state.AcceleratorState.__init__ = init
 
 
-def run(program: str, world: int, folder: Path, *args: str) -> list[dict]:
+def run(program: str, world: int, folder: Path, *args: str, launches_itself: bool = False) -> list[dict]:
     """Run a program of tests/frameworks/programs on `world` ranks; return what each rank said.
 
     The program finds an empty folder under FOLDER. Raises AssertionError with its errors where it fails.
     """
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
+    alone = world == 1 or launches_itself
+    launch = [] if alone else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     path = Path(__file__).parent / "programs" / f"run_{program}.py"
     command = [sys.executable, "-W", "ignore", *launch, str(path), *args]
     env = {**os.environ, "FOLDER": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1",

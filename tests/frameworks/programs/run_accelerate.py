@@ -1,4 +1,4 @@
-"""accelerate alone. run_accelerate.py {ddp,ddp_shard_state,fsdp2}: trains 4 steps, saves after 2 and goes on from there."""
+"""accelerate alone. run_accelerate.py {ddp,ddp_shard_state,fsdp2}: trains 4 steps, and again from a checkpoint."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ accelerator.load_state(FOLDER)
 train(*made[:4], batches[4:8])
 optimizer.optimizer.consolidate_state_dict(to=None)
 first = optimizer.param_groups[0]["params"][0]
-say(straight=straight, resumed=bits(model, optimizer), weight=type(first).__name__, optimizer=type(optimizer.optimizer).__name__,
+say(straight=straight, resumed=bits(model, optimizer), weight=type(first).__name__,
     rate=optimizer.param_groups[0]["lr"])
 torch.distributed.barrier()

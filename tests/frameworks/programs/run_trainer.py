@@ -1,4 +1,4 @@
-"""transformers' Trainer with MuonFactory. run_trainer.py {one,ddp,fsdp2} [lora]: trains 6 steps, resumes from step 3."""
+"""transformers' Trainer with MuonFactory. run_trainer.py {one,ddp,fsdp2} [lora]: 6 steps, then from step 3 again."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ straight = bits(trainer.model, trainer.optimizer.optimizer)
 trainer = train(f"{FOLDER}/checkpoint-3")
 optimizer = trainer.optimizer.optimizer
 first = optimizer.param_groups[0]["params"][0]
-names = [name.rpartition("layers.")[2] for group in optimizer.param_groups if group["use_muon"] for name in group["param_names"]]
+names = [name for group in optimizer.param_groups if group["use_muon"] for name in group["param_names"]]
 say(straight=straight, resumed=bits(trainer.model, optimizer), optimizer=type(optimizer).__name__,
     weight=type(first).__name__, loss=trainer.state.log_history[0]["loss"], muon=names,
     wrapped=type(trainer.model_wrapped).__name__,

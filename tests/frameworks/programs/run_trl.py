@@ -34,16 +34,18 @@ def train(resume=None):
     common = dict(
         output_dir=FOLDER, max_steps=4, per_device_train_batch_size=2, save_steps=2, logging_steps=2, report_to=[],
         use_cpu=True, bf16=False, seed=0, disable_tqdm=True, max_length=64, gradient_checkpointing=False)
-    more = {"processing_class": tokenizer(), "peft_config": lora,
-            "optimizer_cls_and_kwargs": (package().MuonFactory, {"lr": 0.02, "rule": "normuon"})}
+    more = {"processing_class": tokenizer(), "peft_config": lora}
     model = llama(vocab_size=258, max_position_embeddings=128)
     if MODE == "sft":
         rows = Dataset.from_dict({"text": [f"{i} plus {i} is {2 * i}, and so on" for i in range(32)]})
         trainer = SFTTrainer(model, args=SFTConfig(**common), train_dataset=rows, **more)
     else:
         rows = Dataset.from_dict({"prompt": [f"{i} plus {i} is " for i in range(32)],
-                                  "chosen": [f"{2 * i}" for i in range(32)], "rejected": [f"{3 * i}" for i in range(32)]})
+                                  "chosen": [f"{2 * i}" for i in range(32)],
+                                  "rejected": [f"{3 * i}" for i in range(32)]})
         trainer = DPOTrainer(model, args=DPOConfig(**common), train_dataset=rows, **more)
+    # DPOTrainer has no argument for it
+    trainer.optimizer_cls_and_kwargs = package().MuonFactory, {"lr": 0.02, "rule": "normuon"}
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
