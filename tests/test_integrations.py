@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 
 from tests.ranks import package, part, run_threads
@@ -27,7 +29,9 @@ from tests.test_checkpoint_foreign import (
     drawn,
 )
 
-SOURCE = Path(__file__).resolve().parent.parent / "torch-ext" / "optimizer"
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "torch-ext" / "optimizer"
+DOCUMENT = ROOT / "docs" / "frameworks.md"
 
 
 class Model(nn.Module):
@@ -84,6 +88,24 @@ def test_a_config_builds_what_the_arguments_build():
     assert type(optimizer) is type(plain)
     assert all(map(torch.equal, bits(optimizer), bits(plain)))
     assert [set(group) for group in optimizer.param_groups] == [set(group) for group in plain.param_groups]
+
+
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="the documents are not here")
+def test_the_config_of_the_document():
+    """Its YAML builds what it says, and its table has every key that has no effect."""
+    text = DOCUMENT.read_text()
+    config = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.S)[1])
+    tower = nn.ModuleDict({"vision_tower": nn.ModuleDict({"up": nn.Linear(32, 32, bias=False)})})
+    layers = nn.ModuleDict({"q_proj": nn.Linear(32, 64, bias=False)})
+    model = nn.ModuleDict({"layers": layers, "embed": nn.Embedding(8, 32), "model": tower})
+    optimizer = package().MuonFactory()(model, **config)
+    assert isinstance(optimizer, package().NorMuon)
+    assert values(optimizer, "split") == {"layers.q_proj.weight": {"heads": 32}}
+    assert values(optimizer, "lr") == {
+        "layers.q_proj.weight": 0.01, "embed.weight": 0.001, "model.vision_tower.up.weight": 0.02}
+    assert not values(optimizer, "use_muon")["model.vision_tower.up.weight"]
+    keys = part("integrations.config")
+    assert all(f"`{key}`" in text for key in (*keys.IGNORED, *keys.ONLY_FALSE, *keys.CALLED, *keys.DTYPES))
 
 
 def test_keys_that_frameworks_give_to_every_optimizer_are_ignored():

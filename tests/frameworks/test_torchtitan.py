@@ -43,6 +43,22 @@ def test_a_pattern_of_no_stage_warns():
         package().torchtitan_muon(overrides={"*.down.weight": {"lr": 1.0}}).build(model_parts=parts())
 
 
+def test_torchtitans_own_parser_takes_the_entry(monkeypatch):
+    from torchtitan.config.manager import ConfigManager
+    from torchtitan.models.llama3 import config_registry
+
+    def debug_muon():
+        config = config_registry.llama3_debugmodel()
+        config.optimizer = package().torchtitan_muon(lr=3e-4, overrides={"*.wo.weight": {"lr": 1e-4}})
+        return config
+
+    monkeypatch.setattr(config_registry, "debug_muon", debug_muon, raising=False)
+    config = ConfigManager().parse_args(["--module", "llama3", "--config", "debug_muon", "--training.steps", "3"])
+    assert config.training.steps == 3
+    assert config.optimizer.muon == {"lr": 3e-4, "overrides": {"*.wo.weight": {"lr": 1e-4}}}
+    assert config.optimizer.to_dict()["muon"] == config.optimizer.muon
+
+
 def test_errors_name_keys_of_the_config():
     with pytest.raises(ValueError, match="there is no key 'wieght_decay'; did you mean 'weight_decay'"):
         package().torchtitan_muon(wieght_decay=0.1).build(model_parts=parts())

@@ -43,7 +43,8 @@ def train(resume=None):
         rows = Dataset.from_dict({"prompt": [f"{i} plus {i} is " for i in range(32)],
                                   "chosen": [f"{2 * i}" for i in range(32)],
                                   "rejected": [f"{3 * i}" for i in range(32)]})
-        trainer = DPOTrainer(model, args=DPOConfig(**common), train_dataset=rows, **more)
+        reference = None if WITH_LORA else llama(vocab_size=258, max_position_embeddings=128)
+        trainer = DPOTrainer(model, reference, args=DPOConfig(**common), train_dataset=rows, **more)
     # DPOTrainer has no argument for it
     trainer.optimizer_cls_and_kwargs = package().MuonFactory, {"lr": 0.02, "rule": "normuon"}
     trainer.train(resume_from_checkpoint=resume)
