@@ -6,6 +6,7 @@ tests/frameworks runs the frameworks themselves.
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import re
 import sys
@@ -191,6 +192,7 @@ WRONG = {
     "dtype": ({"wire_dtype": "bf61"}, "wire_dtype: there is no dtype 'bf61'; did you mean 'bf16'"),
     "group": ({"process_group": "wrld"}, "process_group: 'wrld' is not allowed: it must be 'world'"),
     "rule": ({"rule": "normoun"}, "there is no rule 'normoun'"),
+    "rule in override": ({"overrides": {"*.up.weight": {"rule": "x"}}}, r"overrides\['\*.up.weight'\]: .*no rule 'x'"),
     "pattern": ({"adamw": "^layers"}, "adamw='\\^layers' matches no trainable parameter"),
     "no pattern": ({"adamw": 3}, "adamw: 3 is not allowed: it must be a pattern"),
     "regex": ({"muon": "re:("}, r"muon: 're:\(' is no regular expression"),
@@ -267,6 +269,13 @@ def test_flatten_of_dion_takes_a_convolution_as_one_matrix():
     first.step()
     second.step()
     assert torch.equal(conv.view(6, 18), plain)
+
+
+def test_an_optimizer_with_dions_arguments_can_be_copied():
+    (matrices,) = drawn([(8, 4)])
+    optimizer = copy.deepcopy(package().DionMuon(matrices, lr=0.5))
+    assert type(optimizer) is package().DionMuon and optimizer.param_groups[0]["lr"] == 0.5
+    assert all(torch.isfinite(p).all() for p in bits(optimizer))
 
 
 def ranks_of_dion(rank, world):

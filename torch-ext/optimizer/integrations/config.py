@@ -185,4 +185,6 @@ def in_config_terms(where: str) -> Iterator[None]:
         called = {argument: key for key, argument in CALLED.items()}
         words = re.compile(rf"\b({'|'.join(called)})\b(?!\.)")
         text = words.sub(lambda found: called[found.group()], str(error))
-        raise type(error)(f"{where}: {text}") from error
+        # Not translated twice by a context around this one
+        kind = ConfigError if isinstance(error, ValueError) else type(error)
+        raise kind(f"{where}: {text}") from error

@@ -172,7 +172,8 @@ def _group_values(group: dict, keys: Mapping, where: str, name: str) -> dict[str
     Raises ConfigError for keys that the group does not have.
     """
     if group["use_muon"]:
-        defaults = config.group_keys(keys.get("rule", group.get("rule")))
+        with in_config_terms(where):
+            defaults = config.group_keys(keys.get("rule", group.get("rule")))
         allowed = {*defaults, *config.OPTIONAL_KEYS, "ns_eps"} - {"eps"}
         kind = "Muon"
     else:
