@@ -23,13 +23,16 @@ export PYTHONDONTWRITEBYTECODE :=
 
 test test-gpu validate: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help build demo test test-gpu lint validate bench clean
+.PHONY: help build wheel demo test test-gpu lint validate bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.* ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.* ## (.*)/  make \1\t\2/' | expand -t 18
 
 build: $(DEMO_READY) ## write build/torch-<backend>/, the package as the Hub serves it
 	$(PYTHON) tools/make_build.py
+
+wheel: $(DEMO_READY) ## write dist/sharded_muon-<version>-py3-none-any.whl, the package as a wheel
+	$(PYTHON) tools/wheel_backend.py
 
 demo: build ## train a small GPT with Muon and with AdamW, and compare them (4 minutes on 2 cores)
 	$(PYTHON) examples/demo.py $(ARGS)
@@ -50,7 +53,7 @@ bench: $(TEST_READY) build ## time orthogonalize (on the GPU where there is one)
 	$(PYTHON) -c 'from kernels.cli import main; main()' benchmark . $(ARGS)
 
 clean: ## remove builds and caches, but not .venv
-	rm -rf build result .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist result .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # torch comes first, in a step of its own: the rest must not choose another build of it.

@@ -31,7 +31,7 @@ FOLDERS = ["kernels.backend", "kernels.launch", "kernels.elementwise", "kernels.
            "newton_schulz", "rules", "rules.elements", "rules.named", "params.model", "params.checks", "params",
            "pipeline", "planning", "communication", "state", "qk_clip",
            "execution", "execution.overlap", "report", "memory_report",
-           "state_dict_methods", "muon", "__init__"]
+           "state_dict_methods", "muon", "integrations", "__init__"]
 FILES_IN_A_FOLDER = 8
 LEAVES = {"_ops", "params.errors", "params.dtensor", "params.units"}  # _ops is generated: the operators' namespace
 

@@ -2,11 +2,15 @@
 
 Public names: the optimizers `Muon` and `NorMuon`, `get_default_muon_param_groups` for parameter
 groups, `convert_state_dict`, `export_state` and `import_state` for state in files, the function
-`orthogonalize`, `Rule` with `State` for rules of your own, and `QKClip` for attention logits.
+`orthogonalize`, `Rule` with `State` for rules of your own, and `QKClip` for attention logits. For
+training frameworks: `MuonFactory`, `DionMuon`, `DionNorMuon` and `torchtitan_muon`.
 """
 
 from __future__ import annotations
 
+from .integrations.dion import DionMuon, DionNorMuon
+from .integrations.factory import MuonFactory
+from .integrations.titan import torchtitan_muon
 from .muon import Muon, NorMuon
 from .newton_schulz.custom_op import orthogonalize
 from .params.param_groups import get_default_muon_param_groups
@@ -16,7 +20,10 @@ from .state.convert import convert_state_dict
 from .state.safetensors_file import export_state, import_state
 
 __all__ = [
+    "DionMuon",
+    "DionNorMuon",
     "Muon",
+    "MuonFactory",
     "NorMuon",
     "QKClip",
     "Rule",
@@ -26,4 +33,5 @@ __all__ = [
     "get_default_muon_param_groups",
     "import_state",
     "orthogonalize",
+    "torchtitan_muon",
 ]

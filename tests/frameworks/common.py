@@ -1,0 +1,91 @@
+"""Tiny models and data for the programs of tests/frameworks, digests of their bits, and how programs run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SAID = "RESULT "  # a program prints this and a JSON object, once on each rank
+
+
+def llama(**more):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**{**config, **more}))
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self, count: int = 64):
+        self.rows = torch.randint(0, 128, (count, 16), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.rows[i], "labels": self.rows[i], "attention_mask": torch.ones_like(self.rows[i])}
+
+
+def digest(tensors: dict) -> str:
+    """Of the bits of whole tensors; DTensors are gathered, so all ranks have to call it."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        tensor = torch.as_tensor(tensor).detach()
+        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        found.update(name.encode() + tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def bits(model, optimizer) -> list[str]:
+    """Digests of the weights and of the state."""
+    state = {f"{i}.{key}": value for i, entry in optimizer.state_dict()["state"].items()
+             for key, value in entry.items()}
+    weights = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    return [digest(weights), digest(state)]
+
+
+def say(**found) -> None:
+    os.write(1, f"\n{SAID}{json.dumps(found)}\n".encode())  # at once: ranks share the pipe
+
+
+def fsdp2_on_cpu() -> None:
+    """Let accelerate shard on gloo ranks: it offers FSDP on accelerators only. Nothing of FSDP2 is changed."""
+    from accelerate import state
+    from accelerate.utils import DistributedType
+
+    original = state.AcceleratorState.__init__
+
+    def init(self, *args, fsdp_plugin=None, **kwargs):
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            state.PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    state.AcceleratorState.__init__ = init
+
+
+def run(program: str, world: int, folder: Path, *args: str, launches_itself: bool = False) -> list[dict]:
+    """Run a program of tests/frameworks/programs on `world` ranks; return what each rank said.
+
+    The program finds an empty folder under FOLDER. Raises AssertionError with its errors where it fails.
+    """
+    alone = world == 1 or launches_itself
+    launch = [] if alone else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    path = Path(__file__).parent / "programs" / f"run_{program}.py"
+    command = [sys.executable, "-W", "ignore", *launch, str(path), *args]
+    env = {**os.environ, "FOLDER": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1",
+           "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    said = [json.loads(line[len(SAID):]) for line in done.stdout.splitlines() if line.startswith(SAID)]
+    assert len(said) == world, done.stdout
+    return said

@@ -1,0 +1,57 @@
+"""transformers' Trainer, TRL and accelerate with MuonFactory: one process, DDP, FSDP2, LoRA; resumed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.frameworks.common import run
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+def assert_resumed(said):
+    for rank in said:
+        assert rank["straight"] == rank["resumed"] == said[0]["straight"]
+
+
+@pytest.mark.parametrize(("mode", "world", "weight", "wrapped"), [
+    ("one", 1, "Parameter", "LlamaForCausalLM"), ("ddp", 2, "Parameter", "DistributedDataParallel"),
+    ("fsdp2", 2, "DTensor", "FSDPLlamaForCausalLM")])
+def test_trainer(tmp_path, mode, world, weight, wrapped):
+    said = run("trainer", world, tmp_path, mode)
+    assert_resumed(said)
+    for rank in said:
+        assert (rank["optimizer"], rank["weight"], rank["wrapped"]) == ("Muon", weight, wrapped)
+        assert rank["rates"] == [0.01, 0.02] and len(rank["muon"]) == 14
+
+
+@pytest.mark.parametrize(("mode", "world"), [("one", 1), ("fsdp2", 2)])
+def test_trainer_with_lora(tmp_path, mode, world):
+    pytest.importorskip("peft")
+    said = run("trainer", world, tmp_path, mode, "lora")
+    assert_resumed(said)
+    assert len(said[0]["muon"]) == 28 and all("lora_" in name for name in said[0]["muon"])
+
+
+@pytest.mark.parametrize("mode", ["sft", "dpo"])
+@pytest.mark.parametrize("lora", [(), ("lora",)], ids=["full", "lora"])
+def test_trl(tmp_path, mode, lora):
+    for name in ("trl", "peft", "datasets"):
+        pytest.importorskip(name)
+    (said,) = run("trl", 1, tmp_path, mode, *lora)
+    assert_resumed([said])
+    assert said["optimizer"] == "NorMuon" and len(said["muon"]) == (28 if lora else 14)
+
+
+def test_accelerate(tmp_path):
+    """Equal bits of weights and state in all modes, since gradients are equal."""
+    found = []
+    for mode in ("ddp", "ddp_shard_state", "fsdp2"):
+        (tmp_path / mode).mkdir()
+        said = run("accelerate", 2, tmp_path / mode, mode)
+        assert_resumed(said)
+        assert said[0]["weight"] == ("DTensor" if mode == "fsdp2" else "Parameter")
+        assert said[0]["rate"] < 0.01  # the scheduler has stepped the optimizer's groups
+        found.append(said[0]["straight"])
+    assert found == [found[0]] * 3

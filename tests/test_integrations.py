@@ -1,0 +1,325 @@
+"""Entries for frameworks, without the frameworks: configs as plain values, errors in their words, dion's arguments.
+
+tests/frameworks runs the frameworks themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+
+from tests.ranks import package, part, run_threads
+from tests.test_checkpoint_foreign import (
+    ROUNDING,
+    STEPS,
+    Dion,
+    DionBlocks,
+    DionHeads,
+    DionNorMuon,
+    assert_next_step_is_theirs,
+    drawn,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "torch-ext" / "optimizer"
+DOCUMENT = ROOT / "docs" / "frameworks.md"
+
+
+class Model(nn.Module):
+    """Names as those of a language model."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False), "up": nn.Linear(8, 16)})
+                                    for _ in range(2))
+        self.lm_head = nn.Linear(8, 16, bias=False)
+
+
+def built(**config):
+    """From a config that was a file."""
+    return package().MuonFactory()(Model(), **json.loads(json.dumps(config)))
+
+
+def values(optimizer, key):
+    """{name: value of a key of its group} of the parameters whose group has the key."""
+    return {name: group[key] for group in optimizer.param_groups if key in group for name in group["param_names"]}
+
+
+def bits(optimizer, steps=2):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    return [p.detach().clone() for p in params]
+
+
+def test_integrations_use_public_names_only():
+    public = set(package().__all__)
+    for path in (SOURCE / "integrations").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 2:
+                names = {alias.name for alias in node.names}
+                assert names <= public, f"{path.name}:{node.lineno} imports {names - public}"
+
+
+# A config of plain values
+
+
+def test_a_config_builds_what_the_arguments_build():
+    """With Trainer's keys: betas and eps are AdamW's."""
+    optimizer = built(lr=0.02, betas=[0.8, 0.9], eps=1e-6, ns_eps=1e-5, weight_decay=0.2, momentum=0.9, ns_steps=3,
+                      wire_dtype="fp32", state_dtype="torch.bfloat16", adamw="re:^layers.0.up", adamw_lr=0.01)
+    groups = package().get_default_muon_param_groups(Model(), adamw="^layers.0.up", adamw_lr=0.01)
+    plain = package().Muon(groups, lr=0.02, adamw_betas=(0.8, 0.9), adamw_eps=1e-6, eps=1e-5, weight_decay=0.2,
+                           momentum=0.9, ns_steps=3, wire_dtype=torch.float32, state_dtype=torch.bfloat16)
+    assert type(optimizer) is type(plain)
+    assert all(map(torch.equal, bits(optimizer), bits(plain)))
+    assert [set(group) for group in optimizer.param_groups] == [set(group) for group in plain.param_groups]
+
+
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="the documents are not here")
+def test_the_config_of_the_document():
+    """Its YAML builds what it says, and its table has every key that has no effect."""
+    text = DOCUMENT.read_text()
+    config = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.S)[1])
+    tower = nn.ModuleDict({"vision_tower": nn.ModuleDict({"up": nn.Linear(32, 32, bias=False)})})
+    layers = nn.ModuleDict({"q_proj": nn.Linear(32, 64, bias=False)})
+    model = nn.ModuleDict({"layers": layers, "embed": nn.Embedding(8, 32), "model": tower})
+    optimizer = package().MuonFactory()(model, **config)
+    assert isinstance(optimizer, package().NorMuon)
+    assert values(optimizer, "split") == {"layers.q_proj.weight": {"heads": 32}}
+    assert values(optimizer, "lr") == {
+        "layers.q_proj.weight": 0.01, "embed.weight": 0.001, "model.vision_tower.up.weight": 0.02}
+    assert not values(optimizer, "use_muon")["model.vision_tower.up.weight"]
+    keys = part("integrations.config")
+    assert all(f"`{key}`" in text for key in (*keys.IGNORED, *keys.ONLY_FALSE, *keys.CALLED, *keys.DTYPES))
+
+
+def test_keys_that_frameworks_give_to_every_optimizer_are_ignored():
+    optimizer = package().MuonFactory()(Model(), object(), lr=0.02, fused=True, foreach=None, device_mesh=object(),
+                                        amsgrad=False, differentiable=False, maximize=False)
+    assert all(map(torch.equal, bits(optimizer), bits(built(lr=0.02))))
+
+
+def test_patterns_are_globs_or_regular_expressions():
+    def adamw(pattern):
+        return {name for name, use in values(built(adamw=pattern), "use_muon").items() if not use}
+
+    always = adamw(None)
+    assert adamw("layers.*.q_proj.weight") - always == {f"layers.{i}.q_proj.weight" for i in (0, 1)}
+    assert adamw(["layers.0.*", "re:1.up"]) - always == {
+        "layers.0.q_proj.weight", "layers.0.up.weight", "layers.1.up.weight"}
+
+
+def test_overrides_are_keys_of_groups_and_the_first_pattern_counts():
+    optimizer = built(lr=0.02, overrides={
+        "layers.0.q_proj.weight": {"lr": 0.5, "split": {"heads": 2}, "ns_eps": 1e-4},
+        "*.q_proj.weight": {"lr": 0.25, "rule": "muon_plus", "normalize": "row"},
+        "re:^embed": {"lr": 0.125, "betas": [0.5, 0.75], "eps": 1e-5, "weight_decay": 0.0}})
+    lr = values(optimizer, "lr")
+    assert [lr[f"{name}.weight"] for name in (
+        "layers.0.q_proj", "layers.1.q_proj", "embed_tokens", "lm_head")] == [0.5, 0.25, 0.125, 0.02]
+    assert values(optimizer, "split") == {"layers.0.q_proj.weight": {"heads": 2}}
+    assert values(optimizer, "rule") == {"layers.1.q_proj.weight": "muon_plus"}
+    assert values(optimizer, "normalize") == {"layers.1.q_proj.weight": "row"}
+    eps = values(optimizer, "eps")
+    assert (eps["layers.0.q_proj.weight"], eps["embed_tokens.weight"]) == (1e-4, 1e-5)
+    assert len(lr) == len(list(Model().parameters()))
+    bits(optimizer)
+
+
+@pytest.mark.parametrize(("rule", "options"), [
+    ("normuon", {"beta2": 0.5}), ("muon_plus", {"normalize": "row"}), ("hyperball", {})])
+def test_a_rule_brings_its_options(rule, options):
+    optimizer = built(rule=rule, **options)
+    plain = package().Muon(package().get_default_muon_param_groups(Model()), rule=rule)
+    for group in plain.param_groups:
+        group.update(options if group["use_muon"] else {})
+    assert isinstance(optimizer, package().NorMuon) == (rule == "normuon")
+    assert all(map(torch.equal, bits(optimizer), bits(plain)))
+
+
+def test_a_clip_is_described_by_its_arguments():
+    config = {"qk_clip": {"threshold": 5.0, "exclude": ["*"], "shared": 1}}
+    with pytest.raises(ValueError, match="qk_clip: there is no key 'shared'; did you mean 'shared_keys'"):
+        built(**config)
+
+
+def test_the_groups_are_printed_on_demand(capsys):
+    built(report=True)
+    assert "embed_tokens.weight" in capsys.readouterr().out
+    built(report=False)
+    assert capsys.readouterr().out == ""
+
+
+def resolved_group(rank, world):
+    optimizer = package().MuonFactory()(Model(), process_group="world", shard_state=True)
+    own = optimizer._options.process_group is dist.group.WORLD and optimizer._options.shard_state
+    return own and all(torch.isfinite(p).all() for p in bits(optimizer))
+
+
+def test_world_is_found_when_the_factory_is_called():
+    """Of one process there are no copies: one config serves any number."""
+    assert all(run_threads(2, resolved_group))
+    alone = built(process_group="world", shard_state=True)
+    assert alone._options.process_group is None and not alone._options.shard_state
+
+
+WRONG = {
+    "misspelt": ({"wieght_decay": 0.1}, "config: there is no key 'wieght_decay'; did you mean 'weight_decay'"),
+    "unknown": ({"zzz": 1}, "there is no key 'zzz'; allowed: adamw, "),
+    "option of another rule": ({"rule": "hyperball", "beta2": 0.9}, "there is no key 'beta2'"),
+    "text": ({"lr": "1e-3"}, "lr: '1e-3' is a text, but float is needed .YAML reads 1e-3 as a text"),
+    "amsgrad": ({"amsgrad": True}, "amsgrad=True is not supported"),
+    "two names": ({"eps": 1e-8, "adamw_eps": 1e-8}, "eps and adamw_eps mean one value"),
+    "betas": ({"betas": [0.9, 2.0]}, r"MuonFactory: betas=\(0.9, 2.0\) is not allowed"),
+    "adam's eps": ({"eps": -1.0}, "MuonFactory: eps=-1.0 is not allowed"),
+    "Muon's eps": ({"ns_eps": -1.0}, "ns_eps=-1.0 is not allowed"),
+    "dtype": ({"wire_dtype": "bf61"}, "wire_dtype: there is no dtype 'bf61'; did you mean 'bf16'"),
+    "group": ({"process_group": "wrld"}, "process_group: 'wrld' is not allowed: it must be 'world'"),
+    "rule": ({"rule": "normoun"}, "there is no rule 'normoun'"),
+    "rule in override": ({"overrides": {"*.up.weight": {"rule": "x"}}}, r"overrides\['\*.up.weight'\]: .*no rule 'x'"),
+    "pattern": ({"adamw": "^layers"}, "adamw='\\^layers' matches no trainable parameter"),
+    "no pattern": ({"adamw": 3}, "adamw: 3 is not allowed: it must be a pattern"),
+    "regex": ({"muon": "re:("}, r"muon: 're:\(' is no regular expression"),
+    "split": ({"split": "heds"}, "split='heds' is not allowed"),
+    "overrides": ({"overrides": ["*"]}, "overrides: .* it must map patterns to keys of groups"),
+    "keys": ({"overrides": {"*.up.weight": 0.1}}, "it must map keys to values"),
+    "no match": ({"overrides": {"*.down": {"lr": 0.1}}}, r"overrides\['\*.down'\] matches no trainable parameter"),
+    "second match": ({"overrides": {"*": {"lr": 0.1}, "*.up.weight": {"lr": 0.1}}}, "only parameters that patterns"),
+    "key of AdamW": ({"overrides": {"*.up.weight": {"betas": [0.9, 0.9]}}}, "for Muon .* no key 'betas'; allowed"),
+    "key of Muon": ({"overrides": {"embed*": {"split": "taps"}}}, "for AdamW .embed_tokens.weight.: there is no key"),
+    "text in override": ({"overrides": {"*.up.weight": {"lr": "1e-3"}}}, r"overrides\['\*.up.weight'\]: lr: '1e-3'"),
+    "split that does not fit": ({"overrides": {"*.up.weight": {"split": {"rows": [3, 4]}}}},
+                                r"MuonFactory: overrides\['\*.up.weight'\]: .*layers.0.up.weight .*add up to 7 rows"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_speak_of_keys_of_the_config(name):
+    config, message = WRONG[name]
+    with pytest.raises((ValueError, TypeError), match=message) as raised:
+        built(**config)
+    assert str(raised.value).startswith("MuonFactory: ")
+
+
+# dion's arguments
+
+
+def optimizer_of_dion(theirs, matrices, rest, **more):
+    """Ours by the arguments and groups of one of the references of dion."""
+    copies = [[nn.Parameter(p.detach().clone()) for p in params] for params in (matrices, rest)]
+    keys = theirs.defaults
+    options = {key: keys[key] for key in ("lr", "mu", "weight_decay", "cautious_wd", "epsilon", "nesterov")}
+    options["adjust_lr"] = keys["adjust_lr"]
+    options |= {"muon_beta2": keys["muon_beta2"]} if "muon_beta2" in keys else {}
+    inner = {key: keys[key] for key in ("num_heads", "split_sizes") if key in keys}
+    make = package().DionNorMuon if "muon_beta2" in keys else package().DionMuon
+    groups = [{"params": copies[0], **inner}, {"params": copies[1], "algorithm": "adamw"}]
+    return sum(copies, []), make(groups, betas=(keys["beta1"], keys["beta2"]), **options, **more)
+
+
+@pytest.mark.parametrize(("make", "options"), [
+    (Dion, {}), (Dion, {"nesterov": True, "adjust_lr": "rms_norm"}), (Dion, {"adjust_lr": None}),
+    (DionNorMuon, {}), (DionHeads, {"num_heads": 4}), (DionBlocks, {"split_sizes": (16, 8)}),
+    (Dion, {"cautious_wd": True})], ids=lambda value: getattr(value, "__name__", None) or "-".join(value) or "plain")
+def test_steps_with_dions_arguments_are_dions(make, options):
+    matrices, rest = drawn([(24, 16), (24, 8)], [(30, 6), (7,)])
+    theirs = make(matrices, rest, **options)
+    ours, optimizer = optimizer_of_dion(theirs, matrices, rest)
+    apart = 0.04 if "cautious_wd" in options else ROUNDING  # the sign of an update near 0 is that of its rounding
+    for number in range(STEPS):
+        assert_next_step_is_theirs(theirs, matrices + rest, ours, optimizer, number, apart=apart)
+
+
+def test_dions_signatures():
+    """By position, as dion at 0a059a4 has them."""
+    (matrices,) = drawn([(8, 4)])
+    optimizer = package().DionMuon(matrices, None, 0.5, 0.75, (0.25, 0.5), 0.125)
+    (group,) = optimizer.param_groups
+    keys = ("lr", "momentum", "weight_decay", "nesterov", "adjust_lr_fn", "ns_coefficients", "momentum_form")
+    assert [group[key] for key in keys] == [0.5, 0.75, 0.125, False, "spectral_norm", "polar_express_dion", "sum"]
+    (group,) = package().DionNorMuon(matrices, None, 0.5, 0.75, 0.875, use_polar_express=False).param_groups
+    assert (group["beta2"], group["ns_coefficients"]) == (0.875, "quintic")
+    named = package().DionMuon([("w", matrices[0])], use_triton=True, use_gram_newton_schulz=True)
+    assert named.param_groups[0]["param_names"] == ["w"]
+
+
+def test_flatten_of_dion_takes_a_convolution_as_one_matrix():
+    conv, plain = drawn([(6, 2, 3, 3), (6, 18)])[0]
+    plain.data.copy_(conv.detach().view(6, 18))
+    first = package().DionMuon([conv, nn.Parameter(torch.ones(4, 4))], flatten=True)
+    second = package().DionMuon([plain])
+    for p in (conv, plain):
+        p.grad = torch.linspace(-1, 1, 108).sin().view(p.shape)
+    first.step()
+    second.step()
+    assert torch.equal(conv.view(6, 18), plain)
+
+
+def test_an_optimizer_with_dions_arguments_can_be_copied():
+    (matrices,) = drawn([(8, 4)])
+    optimizer = copy.deepcopy(package().DionMuon(matrices, lr=0.5))
+    assert type(optimizer) is package().DionMuon and optimizer.param_groups[0]["lr"] == 0.5
+    assert all(torch.isfinite(p).all() for p in bits(optimizer))
+
+
+def ranks_of_dion(rank, world):
+    (matrices,) = drawn([(8, 4), (4, 4)])
+    optimizer = package().DionMuon(matrices, dist.group.WORLD)
+    return optimizer._options.process_group is dist.group.WORLD
+
+
+def test_the_process_group_of_dion_is_that_of_copies():
+    assert all(run_threads(2, ranks_of_dion))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"newton_schulz_func": abs}, "newton_schulz_func is not supported"),
+    ({"weight_decay": torch.tensor(0.1)}, "weight_decay is a tensor"),
+    ({"adjust_lr": "spectral"}, "adjust_lr='spectral' must be one of"),
+    ({"group": {"algorithm": "lion"}}, 'algorithm="lion" is not implemented'),
+    ({"group": {"algorithm": "normuon"}}, "algorithm='normuon' must be 'muon' or 'adamw'"),
+    ({"group": {"mu_": 0.9}}, "group of dion: there is no key 'mu_'; did you mean 'mu'"),
+    ({"group": {"num_heads": 2, "split_sizes": (4, 4)}}, "exclude each other")])
+def test_what_dion_has_and_this_package_has_not_is_refused(options, message):
+    (matrices,) = drawn([(8, 4)])
+    group = options.pop("group", {})
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        package().DionMuon([{"params": matrices, **group}], **options)
+
+
+# torchtitan's stages
+
+
+def test_stages_keep_the_patterns_that_concern_them():
+    of_part, warn = part("integrations.titan")._of_part, part("integrations.titan")._warn_unmatched
+    overrides = {"lm_head*": {"lr": 1.0}, "*.q*": {"lr": 2.0}}
+    config = {"lr": 0.1, "adamw": ["embed*", "*.up.weight"], "overrides": overrides}
+    names = ["layers.0.q_proj.weight", "layers.0.up.weight"]
+    assert of_part(config, names) == {
+        "lr": 0.1, "adamw": ["*.up.weight"], "overrides": {"*.q*": {"lr": 2.0}}, "allow_no_matrices": True}
+    with pytest.warns(UserWarning, match="adamw: 'embed\\*' matches no trainable parameter of this rank's parts"):
+        with pytest.warns(UserWarning, match="overrides: 'lm_head\\*' matches no"):
+            warn(config, names)
+
+
+def test_without_torchtitan_its_entry_says_so(monkeypatch):
+    part("integrations.titan")._container.cache_clear()
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    with pytest.raises(ImportError, match="torchtitan"):
+        package().torchtitan_muon(lr=1e-3)

@@ -1,0 +1,1 @@
+"""Entries for training frameworks; they use public names of the package only."""

@@ -1,0 +1,190 @@
+"""Values of a user's YAML or JSON config: keys, patterns of names, dtypes, and errors in the words
+of the config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fnmatch
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..muon import Muon
+from ..params.param_groups import get_default_muon_param_groups
+from ..qk_clip.clip import QKClip
+from ..rules.rule import Rule
+
+# Keys that frameworks give to every optimizer, without a meaning here: torch's implementations,
+# and the mesh, which DTensors carry themselves
+IGNORED = ("fused", "foreach", "device_mesh")
+ONLY_FALSE = ("amsgrad", "differentiable", "maximize")  # options that no step of Muon has
+# `eps` and `betas` are those of Adam in every framework
+CALLED = {"betas": "adamw_betas", "eps": "adamw_eps", "ns_eps": "eps"}
+OVERRIDES = "overrides"
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+# Keys of one override: of the parameters that go to AdamW, and those that a Muon group has only if
+# they are given
+ADAMW_KEYS = ("lr", "weight_decay", "betas", "eps", "decay")
+OPTIONAL_KEYS = ("decay", "momentum_form", "rule", "split", "transposed")
+REGEX = "re:"  # prefix of a pattern that is a regular expression
+
+
+def arguments_of(function: Callable) -> dict[str, object]:
+    """{name: default} of the arguments of `function` besides the first."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return {p.name: p.default for p in parameters if p.kind not in kinds and p.name != "params"}
+
+
+class ConfigError(ValueError):
+    """An error that names keys as the config does."""
+
+
+MUON_ARGUMENTS = arguments_of(Muon.__init__)
+GROUP_ARGUMENTS = arguments_of(get_default_muon_param_groups)
+
+
+def group_keys(rule: str | type[Rule] | None = None) -> dict[str, object]:
+    """{key: default} of a Muon group, with the options of `rule`. Raises as Muon does for an
+    unknown rule.
+    """
+    matrix = nn.Parameter(torch.zeros(2, 2))
+    # An optimizer tells which options a rule has
+    (group,) = Muon([("rule", matrix)], rule=rule).param_groups
+    inner = ("params", "param_names", "use_muon", "rule")
+    return {key: value for key, value in group.items() if key not in inner}
+
+
+def rule_options(rule: str | type[Rule] | None) -> dict[str, object]:
+    """{name: default} of the options of a rule; {} for None."""
+    plain = group_keys()
+    return {key: value for key, value in group_keys(rule).items() if key not in plain}
+
+
+def near(key: str, allowed: Collection[str]) -> str:
+    """ "did you mean ...?" with the names of `allowed` that resemble `key`, or all names."""
+    found = difflib.get_close_matches(key, allowed, n=3, cutoff=0.6)
+    if found:
+        return f"did you mean {' or '.join(map(repr, found))}?"
+    return f"allowed: {', '.join(sorted(allowed))}"
+
+
+def refuse_unknown(given: Mapping, allowed: Collection[str], where: str) -> None:
+    """Raise ConfigError for the first key of `given` that is not in `allowed`."""
+    for key in given:
+        if key not in allowed:
+            raise ConfigError(f"{where}: there is no key {key!r}; {near(str(key), allowed)}")
+
+
+def refuse_text(key: str, value: object, default: object) -> None:
+    """Raise ConfigError for a text in place of a number, which YAML makes of 1e-3."""
+    if isinstance(value, str) and isinstance(default, (int, float)):
+        raise ConfigError(
+            f"{key}: {value!r} is a text, but {type(default).__name__} is needed (YAML reads "
+            "1e-3 as a text, and 1.0e-3 as a number)"
+        )
+
+
+class NamePattern:
+    """A pattern of parameter names: a glob of the whole name (`*` also matches dots), or after
+    "re:" a regular expression that is searched in the name. A function for
+    `get_default_muon_param_groups`, whose messages show `__name__`.
+    """
+
+    def __init__(self, text: object, where: str) -> None:
+        """`where`: the key of the config. Raises ConfigError for a value that is no pattern."""
+        if not isinstance(text, str) or not text:
+            raise ConfigError(
+                f"{where}: {text!r} is not allowed: a pattern is a glob such as '*.q_proj.weight', "
+                "or 're:' and a regular expression"
+            )
+        self.__name__ = text
+        is_regex = text.startswith(REGEX)
+        try:
+            regex = re.compile(text[len(REGEX) :] if is_regex else fnmatch.translate(text))
+        except re.error as error:
+            raise ConfigError(f"{where}: {text!r} is no regular expression ({error})") from error
+        self._find = regex.search if is_regex else regex.match
+
+    def __call__(self, name: str, module: object = None, param: object = None) -> bool:
+        """Whether the pattern matches a name."""
+        return self._find(name) is not None
+
+
+def patterns(key: str, given: object) -> list[NamePattern]:
+    """The patterns under `key` of the config: None, a text or a list of texts."""
+    if given is None:
+        return []
+    if not isinstance(given, (str, list, tuple)):
+        raise ConfigError(
+            f"{key}: {given!r} is not allowed: it must be a pattern or a list of patterns"
+        )
+    return [NamePattern(text, key) for text in ([given] if isinstance(given, str) else given)]
+
+
+def dtype_of(key: str, given: object) -> object:
+    """The torch.dtype that a text names; any value but a text is returned unchanged."""
+    if not isinstance(given, str):
+        return given
+    name = given.removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"{key}: there is no dtype {given!r}; {near(name, DTYPES)}")
+    return DTYPES[name]
+
+
+def process_group_of(given: object) -> object:
+    """The process group of the value of `process_group`: "world" is the default group, and None
+    in a program of one process.
+    """
+    if not isinstance(given, str):
+        return given
+    if given != "world":
+        raise ConfigError(
+            f"process_group: {given!r} is not allowed: it must be 'world', None or a process group"
+        )
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    return dist.group.WORLD
+
+
+def clip_of(given: object, model: nn.Module) -> object:
+    """The QKClip of a mapping of the arguments of `QKClip.of`; other values are returned
+    unchanged.
+    """
+    if not isinstance(given, Mapping):
+        return given
+    allowed = {**arguments_of(QKClip.of), **arguments_of(QKClip.__init__)}
+    allowed.pop("layers")
+    refuse_unknown(given, allowed, "qk_clip")
+    return QKClip.of(model, **given)
+
+
+@contextlib.contextmanager
+def in_config_terms(where: str) -> Iterator[None]:
+    """A context manager that prefixes errors raised inside with `where`, and names arguments as
+    the config does.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except (ValueError, TypeError, NotImplementedError) as error:
+        called = {argument: key for key, argument in CALLED.items()}
+        words = re.compile(rf"\b({'|'.join(called)})\b(?!\.)")
+        text = words.sub(lambda found: called[found.group()], str(error))
+        # Not translated twice by a context around this one
+        kind = ConfigError if isinstance(error, ValueError) else type(error)
+        raise kind(f"{where}: {text}") from error

@@ -1,0 +1,210 @@
+"""`DionMuon` and `DionNorMuon`: this package's optimizers with the arguments and group keys of
+`dion.Muon` and `dion.NorMuon` (github.com/microsoft/dion at 0a059a4), for programs that call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from ..muon import Muon, NorMuon
+from .config import ConfigError, refuse_unknown
+
+# Keys of dion's groups -> keys of Muon groups. `epsilon` is left out: dion adds a number to the
+# norm, this package a number relative to the largest element, small for gradients of any scale
+RENAMED = {"mu": "momentum", "muon_beta2": "beta2"}
+KEPT = ("lr", "weight_decay", "nesterov", "param_names", "name")
+OWN = ("params", "algorithm", "mu", "muon_beta2", "beta1", "beta2", "cautious_wd", "epsilon")
+SHAPES = ("adjust_lr", "flatten", "num_heads", "split_sizes")
+# None of dion is the factor 1, while None of `Muon` is torch's factor
+FACTORS = {"spectral_norm": "spectral_norm", "rms_norm": "rms_norm", None: 1.0}
+COEFFICIENTS = {True: "polar_express_dion", False: "quintic"}  # by `use_polar_express`
+
+
+def _pairs(group: Mapping) -> list[tuple[str | None, torch.Tensor]]:
+    """(name or None, parameter) of a group's parameters."""
+    params = group["params"]
+    params = [params] if isinstance(params, torch.Tensor) else list(params)
+    return [param if isinstance(param, tuple) else (None, param) for param in params]
+
+
+def _split_of(group: Mapping, params: list[torch.Tensor]) -> object:
+    """The value of `split` for `flatten`, `num_heads` and `split_sizes`; None without any."""
+    flatten, heads, sizes = (group.get(key) for key in ("flatten", "num_heads", "split_sizes"))
+    if sum(bool(value) for value in (flatten, sizes, heads is not None and heads != 1)) > 1:
+        raise ConfigError(
+            f"flatten={flatten!r}, num_heads={heads!r} and split_sizes={sizes!r} exclude each "
+            "other: leave all but one out"
+        )
+    if sizes is not None:
+        return {"rows": list(sizes)}
+    if heads is not None and heads != 1:
+        return {"heads": heads}
+    # A form for each parameter: a matrix is flat
+    return ["flatten" if p.ndim > 2 else None for p in params] if flatten else None
+
+
+def _muon_group(group: Mapping, params: list[torch.Tensor]) -> dict[str, object]:
+    """The keys of a Muon group for a group of dion's "muon" or "normuon"."""
+    keys = {new: group[old] for old, new in RENAMED.items() if old in group}
+    factor = group.get("adjust_lr", "spectral_norm")
+    if factor not in FACTORS:
+        raise ConfigError(f"adjust_lr={factor!r} must be one of {list(FACTORS)}")
+    split = _split_of(group, params)
+    return {**keys, "adjust_lr_fn": FACTORS[factor], **({} if split is None else {"split": split})}
+
+
+def _adamw_group(group: Mapping) -> dict[str, object]:
+    """The keys of an AdamW group for a group of dion's "adamw"."""
+    return {"use_muon": False, "betas": (group["beta1"], group["beta2"]), "eps": group["epsilon"]}
+
+
+def translated(given: Mapping, defaults: Mapping) -> dict[str, object]:
+    """The parameter group of this package for a group of dion. `defaults`: dion's arguments.
+
+    Raises NotImplementedError for "lion" and a tensor as `weight_decay`, ConfigError for unknown
+    keys and algorithms.
+    """
+    refuse_unknown(given, (*OWN, *KEPT, *SHAPES), "group of dion")
+    group = {**defaults, **given}
+    algorithm = group["algorithm"]
+    if algorithm == "lion":
+        raise NotImplementedError('algorithm="lion" is not implemented: use "adamw"')
+    if algorithm not in (defaults["algorithm"], "adamw"):
+        raise ConfigError(f"algorithm={algorithm!r} must be {defaults['algorithm']!r} or 'adamw'")
+    if isinstance(group["weight_decay"], torch.Tensor):
+        raise NotImplementedError(
+            "weight_decay is a tensor, which is not supported: pass a number; a change of "
+            "group['weight_decay'] between steps is read by the next step"
+        )
+    pairs = _pairs(group)
+    keys = {key: group[key] for key in KEPT if key in group}
+    if algorithm == "adamw":
+        keys.pop("nesterov", None)
+        keys.update(_adamw_group(group))
+    else:
+        keys.update(_muon_group(group, [param for _, param in pairs]))
+    if group["cautious_wd"]:
+        keys["decay"] = "cautious"
+    named = all(name is not None for name, _ in pairs)
+    return {"params": pairs if named else [param for _, param in pairs], **keys}
+
+
+def _arguments(groups: list[dict], mesh: object, polar_express: bool, custom: object) -> dict:
+    """Arguments of `Muon` for those of dion. Raises NotImplementedError for a function of one's
+    own.
+    """
+    if custom is not None:
+        raise NotImplementedError(
+            "newton_schulz_func is not supported: leave it out, and name the coefficients with "
+            "Muon(..., ns_coefficients=...)"
+        )
+    coefficients = COEFFICIENTS[bool(polar_express)]
+    # DTensors carry their mesh: the argument is for copies on the ranks of DDP
+    has_plain = any(
+        not hasattr(param, "device_mesh") for group in groups for _, param in _pairs(group)
+    )
+    ranks = {"process_group": mesh} if mesh is not None and has_plain else {}
+    return {"momentum_form": "sum", "ns_coefficients": coefficients, **ranks}
+
+
+def _groups(params: Iterable, defaults: Mapping) -> list[dict]:
+    """The groups of this package for the argument `params` of dion."""
+    entries = list(params)
+    if not (entries and isinstance(entries[0], Mapping)):
+        entries = [{"params": entries}]
+    return [translated(group, defaults) for group in entries]
+
+
+class DionMuon(Muon):
+    """`Muon` with the arguments of `dion.Muon`; groups have dion's keys at construction, and this
+    package's keys afterwards.
+
+    Momentum is a sum, as in dion. `use_gram_newton_schulz` and `use_triton` have no effect: the
+    package chooses its kernels. `epsilon` is that of AdamW groups. `distributed_mesh` counts for
+    parameters that are no DTensors. Raises NotImplementedError for `newton_schulz_func`, a tensor
+    as `weight_decay` and groups of "lion".
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        distributed_mesh: object = None,
+        lr: float = 0.01,
+        mu: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.01,
+        cautious_wd: bool = False,
+        epsilon: float = 1e-8,
+        nesterov: bool = False,
+        adjust_lr: str | None = "spectral_norm",
+        flatten: bool = False,
+        use_gram_newton_schulz: bool = False,
+        use_triton: bool = False,
+        use_polar_express: bool = True,
+        newton_schulz_func: Callable | None = None,
+    ) -> None:
+        beta1, beta2 = betas
+        groups = _groups(
+            params,
+            {
+                "algorithm": "muon",
+                "lr": lr,
+                "mu": mu,
+                "beta1": beta1,
+                "beta2": beta2,
+                "weight_decay": weight_decay,
+                "cautious_wd": cautious_wd,
+                "epsilon": epsilon,
+                "nesterov": nesterov,
+                "adjust_lr": adjust_lr,
+                "flatten": flatten,
+            },
+        )
+        more = _arguments(groups, distributed_mesh, use_polar_express, newton_schulz_func)
+        super().__init__(groups, lr, weight_decay, mu, nesterov, **more)
+
+
+class DionNorMuon(NorMuon):
+    """`NorMuon` with the arguments of `dion.NorMuon`, as `DionMuon` has those of `dion.Muon`."""
+
+    def __init__(
+        self,
+        params: Iterable,
+        distributed_mesh: object = None,
+        lr: float = 0.01,
+        mu: float = 0.95,
+        muon_beta2: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.01,
+        cautious_wd: bool = False,
+        epsilon: float = 1e-8,
+        nesterov: bool = False,
+        adjust_lr: str | None = "spectral_norm",
+        flatten: bool = False,
+        use_gram_newton_schulz: bool = False,
+        use_triton: bool = False,
+        use_polar_express: bool = True,
+        newton_schulz_func: Callable | None = None,
+    ) -> None:
+        beta1, beta2 = betas
+        groups = _groups(
+            params,
+            {
+                "algorithm": "normuon",
+                "lr": lr,
+                "mu": mu,
+                "muon_beta2": muon_beta2,
+                "beta1": beta1,
+                "beta2": beta2,
+                "weight_decay": weight_decay,
+                "cautious_wd": cautious_wd,
+                "epsilon": epsilon,
+                "nesterov": nesterov,
+                "adjust_lr": adjust_lr,
+                "flatten": flatten,
+            },
+        )
+        more = _arguments(groups, distributed_mesh, use_polar_express, newton_schulz_func)
+        super().__init__(groups, lr, weight_decay, mu, nesterov, beta2=muon_beta2, **more)

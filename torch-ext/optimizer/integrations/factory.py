@@ -1,0 +1,210 @@
+"""`MuonFactory`: an optimizer from a model and plain values, as transformers' Trainer asks for it.
+
+Trainer(optimizer_cls_and_kwargs=(MuonFactory, {...})) builds the factory without arguments and
+calls it with the model, sharded or not, and the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import nn
+
+from ..muon import Muon, NorMuon
+from ..params.param_groups import get_default_muon_param_groups
+from . import config
+from .config import CALLED, OVERRIDES, ConfigError, NamePattern, in_config_terms, refuse_unknown
+
+WHERE = "MuonFactory"
+
+
+class MuonFactory:
+    """A callable that builds `Muon` with the groups of `get_default_muon_param_groups` from the
+    values of a YAML or JSON config.
+
+    Keys are the arguments of `Muon` and of `get_default_muon_param_groups`, the options of the
+    rule, and `overrides`. Differences: `betas` and `eps` are AdamW's, `ns_eps` is `eps` of Muon.
+    `adamw` and `muon` are globs of whole names, or regular expressions after "re:". dtypes are
+    names such as "bf16". process_group="world" is the default group of torch.distributed, found
+    when the factory is called. `qk_clip` is a mapping of the arguments of `QKClip.of`. report=True
+    prints the groups. `overrides`: {pattern: {key: value}}, keys of groups for the parameters whose
+    names match; the first pattern that matches counts.
+
+    `fused`, `foreach` and `device_mesh` are ignored; `amsgrad`, `differentiable` and `maximize` may
+    be False. Any further key raises ValueError.
+    """
+
+    def __call__(self, model: nn.Module, training_args: object = None, /, **given: object) -> Muon:
+        """The optimizer of the trainable parameters of `model`.
+
+        training_args: ignored; axolotl passes them. Raises ValueError, TypeError or
+        NotImplementedError, naming the key of the config.
+        """
+        given = {key: value for key, value in given.items() if key not in config.IGNORED}
+        for key in config.ONLY_FALSE:
+            if given.pop(key, False):
+                raise ConfigError(f"{WHERE}: {key}=True is not supported: leave it out")
+        with in_config_terms(WHERE):
+            options = config.rule_options(given.get("rule"))
+            refuse_unknown(given, _allowed(options), "config")
+            for key, value in given.items():
+                config.refuse_text(key, value, _default(key, options))
+            arguments, grouping, of_rule = _sorted(given, options)
+            groups = _groups(model, grouping)
+            for group in groups:
+                if group["use_muon"]:
+                    group.update(of_rule)
+            arguments = _resolved(arguments, model)
+            overridden = _override(groups, given.get(OVERRIDES) or {})
+        return _build(overridden, arguments)
+
+
+def _allowed(options: Mapping) -> set[str]:
+    """All keys of a config, for a rule with `options`."""
+    muon = set(config.MUON_ARGUMENTS) | set(CALLED)
+    return muon | set(config.GROUP_ARGUMENTS) | set(options) | {OVERRIDES}
+
+
+def _default(key: str, options: Mapping) -> object:
+    """The default of a key of the config."""
+    known = {**config.GROUP_ARGUMENTS, **config.MUON_ARGUMENTS, **options, "adamw_lr": 1e-3}
+    return known.get(CALLED.get(key, key))
+
+
+def _sorted(given: Mapping, options: Mapping) -> tuple[dict, dict, dict]:
+    """The values of a config by their use: arguments of `Muon`, arguments of
+    `get_default_muon_param_groups`, options of the rule. Raises ConfigError for two names of a key.
+    """
+    arguments, grouping, of_rule, spelt = {}, {}, {}, {}
+    for key, value in given.items():
+        if key in config.GROUP_ARGUMENTS:
+            grouping[key] = value
+        elif key in options:
+            of_rule[key] = value
+        elif key != OVERRIDES:
+            name = CALLED.get(key, key)
+            if name in arguments:
+                raise ConfigError(f"{spelt[name]} and {key} mean one value: give one of them")
+            arguments[name], spelt[name] = value, key
+    return arguments, grouping, of_rule
+
+
+def _groups(model: nn.Module, grouping: Mapping) -> list[dict]:
+    """The groups of a model, for arguments of `get_default_muon_param_groups` in a config."""
+    grouping = dict(grouping)
+    for key in ("adamw", "muon"):
+        if key in grouping:
+            grouping[key] = config.patterns(key, grouping[key])
+    if isinstance(grouping.get("report"), bool):
+        # One table, not one for each rank
+        is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+        grouping["report"] = print if grouping["report"] and is_first else None
+    return get_default_muon_param_groups(model, **grouping)
+
+
+def _resolved(arguments: Mapping, model: nn.Module) -> dict[str, object]:
+    """Arguments of `Muon`, with names of dtypes and process groups replaced by the objects."""
+    resolved = dict(arguments)
+    for key, value in arguments.items():
+        if key.endswith("_dtype"):
+            resolved[key] = config.dtype_of(key, value)
+        elif key in ("betas", "adamw_betas") and isinstance(value, list):
+            resolved[key] = tuple(value)
+    if "process_group" in arguments:
+        resolved["process_group"] = config.process_group_of(arguments["process_group"])
+        if isinstance(arguments["process_group"], str) and resolved["process_group"] is None:
+            # One process: no copies of parameters, and one config serves any number of processes
+            for key in ("shard_state", "grads_are_reduced"):
+                resolved.pop(key, None)
+    if "qk_clip" in arguments:
+        resolved["qk_clip"] = config.clip_of(arguments["qk_clip"], model)
+    return resolved
+
+
+def _override(groups: list[dict], overrides: object) -> list[tuple[str, dict]]:
+    """Pairs (key of the config, group): the groups, with the parameters that a pattern matches in
+    groups of their own.
+    """
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(
+            f"{OVERRIDES}: {overrides!r} is not allowed: it must map patterns to keys of groups"
+        )
+    found = []
+    for text, keys in overrides.items():
+        where = f"{OVERRIDES}[{text!r}]"
+        if not isinstance(keys, Mapping):
+            raise ConfigError(f"{where}: {keys!r} is not allowed: it must map keys to values")
+        pattern, count = NamePattern(text, OVERRIDES), len(found)
+        groups = [rest for group in groups for rest in _take(group, pattern, keys, where, found)]
+        if len(found) == count:
+            raise ConfigError(
+                f"{where} matches no trainable parameter, or only parameters that patterns before "
+                "it match: correct the pattern, or move it to the front"
+            )
+    return [("", group) for group in groups] + found
+
+
+def _take(
+    group: dict, pattern: NamePattern, keys: Mapping, where: str, found: list[tuple[str, dict]]
+) -> list[dict]:
+    """Move the parameters that `pattern` matches from `group` to a new group, which gets `keys` and
+    is appended to `found`. Returns [the remaining group], or [] if nothing remains.
+    """
+    taken, rest = [], []
+    for pair in zip(group["param_names"], group["params"]):
+        (taken if pattern(pair[0]) else rest).append(pair)
+    if taken:
+        values = _group_values(group, keys, where, taken[0][0])
+        found.append((where, {**_members(group, taken), **values}))
+    return [_members(group, rest)] if rest else []
+
+
+def _members(group: dict, pairs: list[tuple]) -> dict:
+    """A copy of `group` with the parameters of `pairs`, (name, parameter)."""
+    names, params = zip(*pairs)
+    return {**group, "params": list(params), "param_names": list(names)}
+
+
+def _group_values(group: dict, keys: Mapping, where: str, name: str) -> dict[str, object]:
+    """The values of a pattern as keys of a group. `name`: the first parameter, for messages.
+
+    Raises ConfigError for keys that the group does not have.
+    """
+    if group["use_muon"]:
+        with in_config_terms(where):
+            defaults = config.group_keys(keys.get("rule", group.get("rule")))
+        allowed = {*defaults, *config.OPTIONAL_KEYS, "ns_eps"} - {"eps"}
+        kind = "Muon"
+    else:
+        defaults = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+        allowed, kind = set(config.ADAMW_KEYS), "AdamW"
+    refuse_unknown(keys, allowed, f"{where}, for {kind} ({name})")
+    values = {}
+    for key, value in keys.items():
+        key = "eps" if key == "ns_eps" else key
+        config.refuse_text(f"{where}: {key}", value, defaults.get(key))
+        values[key] = tuple(value) if key == "betas" and isinstance(value, list) else value
+    return values
+
+
+def _optimizer(groups: list[dict], arguments: Mapping) -> Muon:
+    """`Muon`, or for its rule `NorMuon`, of groups."""
+    arguments = dict(arguments)
+    if arguments.get("rule") == "normuon":
+        del arguments["rule"]
+        return NorMuon(groups, **arguments)
+    return Muon(groups, **arguments)
+
+
+def _build(overridden: list[tuple[str, dict]], arguments: Mapping) -> Muon:
+    """The optimizer of groups, each with its key of the config; errors name the key."""
+    try:
+        return _optimizer([group for _, group in overridden], arguments)
+    except (ValueError, TypeError, NotImplementedError):
+        for where, group in filter(lambda pair: pair[0], overridden):
+            # The error may be that of a pattern: its group alone has the same fault
+            with in_config_terms(f"{WHERE}: {where}"):
+                _optimizer([group], arguments)
+        with in_config_terms(WHERE):
+            raise

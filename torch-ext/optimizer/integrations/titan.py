@@ -1,0 +1,99 @@
+"""`torchtitan_muon`: the optimizer entry of a torchtitan config (torchtitan 0.3)."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .config import OVERRIDES, ConfigError, patterns
+from .factory import MuonFactory
+
+
+def torchtitan_muon(lr: float = 8e-4, **values: object) -> object:
+    """The config of an `OptimizersContainer` of torchtitan with `Muon` for each part of a model, in
+    place of torchtitan's `default_adamw(lr)`.
+
+    values: keys of `MuonFactory`. Pipeline stages may lack matrices, and parameters that a pattern
+    matches: a pattern that matches no parameter of a rank's stages is left out with a warning.
+    Raises ImportError without torchtitan 0.3. The container raises ConfigError for torchtitan's
+    `param_groups` and `implementation="fused_opt_states_bf16"`.
+    """
+    return _container().Config(muon={"lr": lr, **values})
+
+
+def _matching(key: str, given: object, names: Iterable[str]) -> object:
+    """`given`, the patterns under `key` of the config, without those that match none of `names`."""
+    texts = [given] if isinstance(given, str) else list(given or ())
+    found = [text for text in texts if any(map(patterns(key, text)[0], names))]
+    if isinstance(given, dict):
+        return {text: given[text] for text in found}
+    return found
+
+
+def _of_part(values: dict[str, object], names: list[str]) -> dict[str, object]:
+    """The values of a config for a part of a model with parameters `names`."""
+    part = {"allow_no_matrices": True, **values}
+    for key in ("adamw", "muon", OVERRIDES):
+        if part.get(key):
+            part[key] = _matching(key, part[key], names)
+    return part
+
+
+def _warn_unmatched(values: dict[str, object], names: list[str]) -> None:
+    """Warn of each pattern that matches none of `names`, the parameters of all parts."""
+    for key in ("adamw", "muon", OVERRIDES):
+        given = values.get(key) or ()
+        given = [given] if isinstance(given, str) else given
+        for text in sorted(set(given) - set(_matching(key, given, names))):
+            warnings.warn(
+                f"{key}: {text!r} matches no trainable parameter of this rank's parts: right for "
+                "pipeline stages on other ranks, else correct the pattern",
+                stacklevel=3,
+            )
+
+
+@functools.cache
+def _container() -> type:
+    """The class of the container, a subclass of torchtitan's."""
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    class MuonOptimizersContainer(OptimizersContainer):
+        """A container of one optimizer for each part of a model. Its table of optimizers is not
+        used, as no entry can be added.
+        """
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(OptimizersContainer.Config):
+            """torchtitan's config, and the keys of `MuonFactory` under `muon`."""
+
+            muon: dict[str, Any] = field(default_factory=dict)
+
+        def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+            if config.param_groups or config.implementation == "fused_opt_states_bf16":
+                raise ConfigError(
+                    "optimizer: param_groups and implementation='fused_opt_states_bf16' are not "
+                    "supported with Muon: use overrides={pattern: {...}} and state_dtype='bf16'"
+                )
+            self.model_parts, self.optimizers = model_parts, []
+            names = [
+                [canonical_fqn(name) for name, p in part.named_parameters() if p.requires_grad]
+                for part in model_parts
+            ]
+            _warn_unmatched(config.muon, sum(names, []))
+            for number, (part, of_part) in enumerate(zip(model_parts, names)):
+                optimizer = MuonFactory()(part, **_of_part(config.muon, of_part))
+                self.optimizers.append(optimizer)
+                labels = [group["name"] for group in optimizer.param_groups]
+                self._log_optimizer(optimizer, number, labels)
+            groups = [group for opt in self.optimizers for group in opt.param_groups]
+            params = [param for group in groups for param in group["params"]]
+            self._validate_params(params)
+            self._post_init(params)
+
+    return MuonOptimizersContainer
