@@ -83,8 +83,8 @@ class Muon(StateDictMethods):
     momentum_form ("ema"): "sum": M <- mu M + G, nesterov: orthogonalize G + mu M, kept as state
         `momentum_sum`, as in Dion and Motif. Equal to "ema" while momentum is constant.
     rule (None): what a step computes, in groups without a key `rule`: a name of docs/rules.md or a
-        subclass of `Rule`. Options of the rule are keys of groups. None: "muon", in `NorMuon`
-        "normuon".
+        subclass of `Rule`. Options of the rule are keys of groups, and arguments beside `rule`.
+        None: "muon", in `NorMuon` "normuon".
     adamw_betas ((0.9, 0.95)), adamw_eps (1e-8): defaults of `betas` and `eps` in AdamW groups.
     process_group (None): ranks with copies of plain (non-DTensor) parameters, or a 1-D DeviceMesh.
         The ranks split the work. None: every process steps plain parameters alone. A group may have
@@ -146,9 +146,11 @@ class Muon(StateDictMethods):
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
+        rule_options = check.take_options(rule, options)
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._rule = rule
+        self._rule_options = rule_options
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
         self._options.check(group_has_ranks=has_process_group(params))
@@ -204,6 +206,7 @@ class Muon(StateDictMethods):
         self._preparation = Preparation()
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
+        self._rule_options: dict[str, object] = {}  # of `_rule`, for groups without these keys
 
     def _attach_clip(self) -> None:
         """Give `qk_clip` the parameters. Raises TypeError or ValueError if that is impossible."""
@@ -273,7 +276,7 @@ class Muon(StateDictMethods):
         """
         if validation.is_adamw(group):
             return
-        check.adopt(group, self._rule, validation.GROUP_KEYS)
+        check.adopt(group, self._rule, validation.GROUP_KEYS, self._rule_options)
         # Without a split there is no key: checkpoints from before keys were added have none, and
         # torch.distributed.checkpoint refuses to load fewer keys than groups have
         if "split" in group:

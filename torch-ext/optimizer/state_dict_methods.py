@@ -193,6 +193,7 @@ class StateDictMethods(ForwardOverlapMethods):
             "_own_process_groups": own,
             "_adamw": self._adamw,
             "_rule": self._rule,
+            "_rule_options": self._rule_options,
             "_rule_origins": rules.origins(self.param_groups),
             "_skipped": self._skipped,
             "_half_way": self._is_torn,

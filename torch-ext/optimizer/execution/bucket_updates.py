@@ -22,7 +22,7 @@ momentum is written on the first read (`update_momentum_early`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -36,14 +36,30 @@ from ..kernels.elementwise.weight_update import TO_INITIAL, WeightUpdate
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..pipeline import BucketUpdate, Running
-from ..planning.memory_model import sent_kind
+from ..planning.memory_model import ALIGNMENT, sent_kind
 from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan, sent_piece
 from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
 from ..rules.muon import is_sum
-from ..rules.phases import AnyWeightUpdate, PackByRule, Phases
-from ..rules.rule import MuonConstants, host_constants, momentum_key, reads_gradients, rule_of
+from ..rules.phases import (
+    AnyPack,
+    AnyWeightUpdate,
+    PackSelected,
+    Phases,
+    SaveSelected,
+    SelectedPiece,
+    SelectedStack,
+    WeightUpdateSelected,
+)
+from ..rules.rule import (
+    MuonConstants,
+    host_constants,
+    momentum_key,
+    reads_gradients,
+    rule_of,
+    selection_of,
+)
 from .cuda_graphs import Graphs
 from .param_store import Store
 from .workspace import Stacks, copy_unless_in_place
@@ -86,11 +102,14 @@ class BoundUpdate(BucketUpdate):
         # On the device, of all groups: a schedule may change the numbers without a new capture
         self.lr_and_decay = inputs.store.scalars  # from element 0 on: lr, 1 - lr weight_decay
         self.momentum_weight = inputs.store.scalars[4:]  # from element 0 on: 1 - momentum
+        # Pieces from which this rank selects, once bound for `PackSelected`
+        self.selected: dict[Piece, SelectedPiece] = {}
         # Torch reads gradients where they lay at the capture of a graph, the package's kernels take
         # addresses from device memory
         self.reads_gradients = False
         if inputs.group["use_muon"]:
             self.rule = rule_of(inputs.group)
+            self.selection = selection_of(inputs.group)  # None: matrices are orthogonalized whole
             self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
             self.reads_gradients = reads_gradients(self.rule)
 
@@ -111,12 +130,28 @@ class BoundUpdate(BucketUpdate):
         are sent, or stay at the owner.
         """
         weights = [p for p in self._stored("weight") if p.is_source and p in to]
+        # `PackSelected` copies the state of the rows that it selects
+        pieces = [p for p in pieces if not self.store.selects_from(p)]
         views = self.store.states(pieces) + self.store.weights(weights)
         return Copy([to[p] for p in (*pieces, *weights)], views)
 
-    def _bind_saves(self, pieces: Sequence[Piece], views: Views) -> Copy:
+    def _bind_saves(self, pieces: Sequence[Piece], views: Views) -> Callable[[], None]:
         """Bind the copy of state back to where it is stored."""
-        return Copy(self.store.states(pieces), [views[p] for p in pieces], self.store.skip(pieces))
+        store = self.store
+        parts = [p for p in pieces if store.selects_from(p)]
+        pieces = [p for p in pieces if not store.selects_from(p)]
+        save = Copy(store.states(pieces), [views[p] for p in pieces], store.skip(pieces))
+        if not parts:
+            return save
+        rows = {(p.matrix, p.start[0]): p for p in self._stored()}
+        of = [self.selected[rows[p.matrix, p.start[0]]] for p in parts]
+        some = SaveSelected(of, store.states(parts), [views[p] for p in parts], store.skip(parts))
+
+        def save_all() -> None:
+            save()
+            some()
+
+        return save_all
 
     def _kept_views(self, dtype: torch.dtype | None = None) -> dict[Piece, torch.Tensor]:
         """Workspace of pieces stored and owned by this rank, in no all-to-all.
@@ -141,28 +176,69 @@ class BoundUpdate(BucketUpdate):
         momentum = self.store.states(pieces, momentum_key(self.group))
         return momentum, self.store.sources(pieces), self.store.gradients
 
-    def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> Pack | PackByRule:
+    def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> AnyPack:
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""
         M, *sources = self._momentum_args(pieces)
+        parts = self._select_from(pieces, to)
+        U = [parts[p].whole if p in parts else to[p] for p in pieces]
         skip = self.store.skip(pieces)
-        groups = self._groups(pieces)
-        sums = is_sum(self.group)
-        return self.phases.pack(M, [to[p] for p in pieces], *sources, skip, groups, sums)
+        pack = self.phases.pack(M, U, *sources, skip, self._groups(pieces), *self._momentum_form)
+        if not parts:
+            return pack
+        return PackSelected(pack, parts.values(), [to[p] for p in parts if p in to])
+
+    @property
+    def _momentum_form(self) -> tuple[bool, bool]:
+        """Arguments `sums` and `feedback` of `Pack` and `WeightUpdate`."""
+        return is_sum(self.group), self.selection is not None
+
+    def _select_from(
+        self, pieces: Sequence[Piece], to: Views | None = None
+    ) -> dict[Piece, SelectedPiece]:
+        """Bind the pieces of `pieces` from which this rank selects. `to`: views of what is packed;
+        None for pieces that are packed already.
+        """
+        found, offset_bytes = {}, 0
+        states = {(p.kind, p.matrix, p.start[0]): p for p in self._stored_state()}
+        for p in [p for p in pieces if self.store.selects_from(p)]:
+            layout = self.store.selected["matrix"][p.matrix.param]
+            axis = layout.axes[p.matrix.unit]
+            start, stop = layout.whole_box(self.rank, p.matrix.unit, p.start)[axis]
+            blocks = layout.blocks(p.matrix.unit)
+            own = [(a - start, b - start, n) for a, b, n in blocks if start <= a < stop]
+            # Phases use the memory one after the other: every call begins at its start
+            shape, dtype = self.store.stored_shape(p), self.options.wire_dtype
+            whole = piece_at(self.memory["unselected"], offset_bytes, shape, dtype)
+            offset_bytes += whole.nbytes + -whole.nbytes % ALIGNMENT
+            if p not in self.selected:
+                chosen = torch.zeros(p.shape[axis], dtype=torch.int64, device=whole.device)
+                self.selected[p] = SelectedPiece(axis, own, whole, chosen)
+            of = [states[state.key, p.matrix, p.start[0]] for state in self.rule.state]
+            sent = [(self.store.states([s])[0], to[s]) for s in of if to is not None and s in to]
+            found[p] = replace(self.selected[p], whole=whole, state=sent)
+        return found
 
     def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> AnyWeightUpdate:
         """Bind the launch that writes W and M of `pieces`; O, and numbers sent by the owner, are
         read from `orthogonal`.
         """
-        return self.phases.weight_update(
+        # Replicas have selected nothing yet
+        replicas = [p for p in pieces if p not in self.selected and self.store.selects_from(p)]
+        parts = self._select_from(pieces)
+        update = self.phases.weight_update(
             self._sent(pieces, orthogonal),
             self.store.weights(pieces),
-            [orthogonal[p] for p in pieces],
+            [parts[p].whole if p in parts else orthogonal[p] for p in pieces],
             self._scales(pieces),
             self.store.skip(pieces),
             *(self._momentum_args(pieces) or (None, (), ())),
             self._groups(pieces),
             **self._form_args(pieces),
         )
+        if not parts:
+            return update
+        pack = self._bind_pack(replicas, {}) if replicas else None
+        return WeightUpdateSelected(update, parts.values(), [orthogonal[p] for p in parts], pack)
 
     def _sent(self, pieces: Sequence[Piece], views: Views) -> list[dict[str, torch.Tensor]]:
         """Numbers that the owner sends for each piece of a matrix: name -> view in `views`."""
@@ -173,7 +249,8 @@ class BoundUpdate(BucketUpdate):
         """Arguments of `WeightUpdate` that say how `pieces` decay, and the form of M."""
         form = form_of(self.group)
         initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
-        return {"decay": form, "initial": initial, "sums": is_sum(self.group)}
+        sums, feedback = self._momentum_form
+        return {"decay": form, "initial": initial, "sums": sums, "feedback": feedback}
 
     def _groups(self, pieces: Sequence[Piece]) -> list[int]:
         """Number of the parameter group of each piece, in `Store.groups`."""
@@ -181,7 +258,12 @@ class BoundUpdate(BucketUpdate):
 
     def _scales(self, pieces: Sequence[Piece]) -> list[float]:
         """Factor on the learning rate of each piece, from the shape of the whole matrix."""
-        return [muon.scale_of(p.matrix, self.group["adjust_lr_fn"]) for p in pieces]
+        return [self._scale(p.matrix) for p in pieces]
+
+    def _scale(self, matrix: Matrix) -> float:
+        """Factor on the learning rate of a matrix. `matrix.rows` may count selected rows only."""
+        shape = self.store.layouts["matrix"][matrix.param].unit_shapes[matrix.unit]
+        return muon.scale_of_shape(*shape, self.group["adjust_lr_fn"])
 
     def _make_stacks(self, read_from: Views | None = None, write_to: Views | None = None) -> Stacks:
         """The stacks of the bucket's owned matrices; arguments as in `Stacks`."""
@@ -196,24 +278,39 @@ class BoundUpdate(BucketUpdate):
         """Bind Newton-Schulz from `stacks.inputs` to `stacks.outputs`, and for each stack what the
         rule's phases read besides: tensors in fp32, factor on lr, groups of the matrices.
         """
-        adjust = self.group["adjust_lr_fn"]
         self.units = [
-            self.phases.bind(
-                wide, muon.scale_of(matrices[0], adjust), self._group_offsets(matrices)
-            )
+            self.phases.bind(wide, self._scale(matrices[0]), self._group_offsets(matrices))
             for wide, matrices in zip(stacks.wide, stacks.matrices)
         ]
+        # Parts of stacks that are selected here, at the owner
+        self.parts = [
+            SelectedStack(
+                stack,
+                part,
+                self.selection.axis(*stack.shape[1:]),
+                self.selection.blocks_of(stack.shape[1:][self.selection.axis(*stack.shape[1:])]),
+            )
+            if part is not None
+            else None
+            for stack, part in zip(stacks.inputs, stacks.selected)
+        ]
+        inputs, outputs = (
+            [stack if one is None else one.part for stack, one in zip(some, self.parts)]
+            for some in (stacks.inputs, stacks.outputs)
+        )
         # Between the two all-to-alls the send buffer, and often the receive buffer, hold nothing:
         # Newton-Schulz uses both as scratch, see `RankPlan.workspace_layout`
         scratch = [self.memory[use] for use in ("scratch_a", "scratch_b", "gram_scratch")]
-        return BoundOrthogonalization(stacks.inputs, stacks.outputs, self.options.ns_dtype, scratch)
+        return BoundOrthogonalization(inputs, outputs, self.options.ns_dtype, scratch)
 
     # Running
 
     @property
     def update_momentum_early(self) -> bool:
-        """Whether `Pack` writes M; see [Note: momentum and weight together]."""
-        return self.graphs.inside_capture
+        """Whether `Pack` writes M; see [Note: momentum and weight together]. With a selection M
+        depends on O.
+        """
+        return self.graphs.inside_capture and self.selection is None
 
     def replay(self, part: Callable, constants: tuple) -> None:
         """Call `part(constants)`, by a CUDA graph where possible.
@@ -235,10 +332,18 @@ class BoundUpdate(BucketUpdate):
         if self.phases.has_before:
             for stack, units in zip(self.stacks.inputs, self.units):
                 self.phases.call("before", stack, units)
+        selected = [part for part in self.parts if part is not None]
+        for part in selected:
+            part.select()
         self.iterate(constants.steps, constants.eps)
         if self.phases.has_after:
-            for stack, units in zip(self.stacks.outputs, self.units):
-                self.phases.call("after", stack, units)
+            for stack, units, part in zip(self.stacks.outputs, self.units, self.parts):
+                if part is None:
+                    self.phases.call("after", stack, units)
+                else:
+                    part.call(self.phases, "after", units)
+        for part in selected:
+            part.write()
 
     def _group_offsets(self, matrices: Sequence[Matrix]) -> torch.Tensor | None:
         """First element of the numbers of each matrix's group, for a stack; None if all are 0."""
@@ -290,10 +395,10 @@ class LocalUpdate(BoundUpdate):
 
     @property
     def update_momentum_early(self) -> bool:
-        """True in any capture: the whole update is a single part, so a graph with `Pack` also
-        writes the weight.
+        """True in any capture, without a selection: the whole update is a single part, so a graph
+        with `Pack` also writes the weight.
         """
-        return capturing(self.store.device)
+        return capturing(self.store.device) and self.selection is None
 
     def run(self, group: dict) -> Running:
         """Step all matrices in a single part."""
@@ -443,10 +548,10 @@ class ShardedUpdate(OwnerUpdate):
                 if p.kind != "matrix" and p in output_view
             },
         }
-        self.save = self._bind_saves(self._stored_state(), orthogonal)
         pieces = self.rank_plan.piece_sets
         self.update_packed = self._bind_weight_update([*pieces.sent, *pieces.kept], orthogonal)
         self.update_replicas = self._bind_weight_update(pieces.replicas, orthogonal)
+        self.save = self._bind_saves(self._stored_state(), orthogonal)
 
     def pack(self, constants: MuonConstants) -> None:
         """Write U, and state and weights that the rule reads, of sent pieces to the send buffer;
@@ -526,8 +631,8 @@ class UnreducedUpdate(OwnerUpdate):
         whole = self.stacks.input_view
         means = sources, [self.mean.out]
         groups = self._groups(owned)
-        sums = is_sum(self.group)
-        self.pack_owned = self.phases.pack(M, [whole[p] for p in owned], *means, skip, groups, sums)
+        U = [whole[p] for p in owned]
+        self.pack_owned = self.phases.pack(M, U, *means, skip, groups, *self._momentum_form)
         self.load = self._bind_loads(state, whole)
         self.save = self._bind_saves(state, whole)
         # The stacks lie in the shared scratch, which the next bucket takes over before `apply`

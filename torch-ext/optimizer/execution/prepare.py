@@ -35,7 +35,7 @@ from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
 from ..rules.muon import comparable_scale, is_sum
-from ..rules.rule import host_constants, rule_of
+from ..rules.rule import host_constants, rule_of, selection_of
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
 from .bucket_updates import BucketInputs
@@ -176,6 +176,9 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         if p.ndim > 1
         for shape in split.shapes(p.shape)
     }
+    selection = selection_of(group)
+    if selection is not None:
+        shapes |= {selection.shape(*shape) for shape in shapes}
     dtype = method.products_dtype(dtype, part.params[0].device)
     forms = steps and {
         (
@@ -195,6 +198,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         form_of_decay(group),
         is_sum(group),
         rule_of(group) if group["use_muon"] else None,
+        selection,
         forms,
         tuple(splits),
         tuple(map(id, part.params)),

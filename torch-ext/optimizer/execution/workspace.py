@@ -109,6 +109,8 @@ class Stacks:
         self.outputs: list[torch.Tensor | ScatteredRows] = []
         self.wide: list[dict[str, torch.Tensor]] = []
         self.matrices: list[list[Matrix]] = []  # of each stack
+        # For each stack, the part of it that is iterated (N, k, C) or (N, R, k); None: the whole
+        self.selected: list[torch.Tensor | None] = []
         self.input_view: dict[Piece, torch.Tensor] = {}  # piece of an owned matrix -> view
         self.output_view: dict[Piece, torch.Tensor] = {}  # the counterpart in `outputs`
         inputs = self._box_views(read_from)
@@ -116,13 +118,21 @@ class Stacks:
         # A direct matrix and a whole matrix of equal shape need stacks of different kinds
         members = defaultdict(list)
         for matrix in rank_plan.matrices:
-            members[matrix.rows, matrix.cols, matrix in rank_plan.direct].append(matrix)
+            is_direct = matrix in rank_plan.direct
+            members[matrix.rows, matrix.cols, is_direct, matrix.selected].append(matrix)
         whole = {}  # (matrix, kind of a piece) -> view of the matrix in a stack
         stack_offset_bytes = 0
         wide_offset_bytes = 0
-        for (R, C, direct), matrices in members.items():
+        selected_offset_bytes = 0
+        for (R, C, direct, selected), matrices in members.items():
             N = len(matrices)
             self.matrices.append(matrices)
+            self.selected.append(None)
+            if selected:
+                r, c = selected
+                flat = piece_at(memory["selected"], selected_offset_bytes, (N * r, c), dtype)
+                self.selected[-1] = flat.view(N, r, c)
+                selected_offset_bytes += flat.nbytes + -flat.nbytes % ALIGNMENT
             self.wide.append({})
             for kind, per in wide.items():
                 r, c = per_shape(per, R, C)

@@ -5,5 +5,6 @@ from __future__ import annotations
 
 from . import normuon as _normuon  # noqa: F401
 from .named import adamuon as _adamuon  # noqa: F401
+from .named import dion as _dion  # noqa: F401
 from .named import hyperball as _hyperball  # noqa: F401
 from .named import muon_plus as _muon_plus  # noqa: F401

@@ -3,12 +3,16 @@ matrices, `update` and `write` on pieces.
 
 Pieces of rules without fused kernels are computed one at a time. Elementwise functions give an
 element equal bits in any piece, so a matrix may be cut in any way.
+
+Of rules with a selection (newton_schulz/selection.py) only some rows or columns are orthogonalized.
+`SelectedStack` selects them from whole matrices, at the owner. `SelectedPiece`, `PackSelected` and
+`WeightUpdateSelected` select them from stored pieces, where every rank can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
+from ..newton_schulz.selection import Block, choose, gather, scatter
 from .rule import Numbers, Rule, Units, overrides, rule_name, writes_weights
 
 Stack = torch.Tensor | ScatteredRows
@@ -174,8 +179,11 @@ class PackByRule:
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
         sums: bool = False,
+        feedback: bool = False,
     ) -> None:
-        """Arguments of `Pack`, after `update`. `sums` is refused by validation."""
+        """Arguments of `Pack`, after `update`. `sums` is refused by validation, `feedback` is of
+        rules without an `update`.
+        """
         self.update = update
         self.M = list(M)
         self.U = list(U)
@@ -324,4 +332,144 @@ class WeightUpdateByRule:
             w.copy_(new if self.skip is None else torch.where(self.skip.is_updated(i), new, wide))
 
 
-AnyWeightUpdate = WeightUpdate | WeightUpdateByRule | WeightUpdateByFactors
+class SelectedStack:
+    """A stack of whole matrices at their owner, and the part of it that Newton-Schulz takes."""
+
+    def __init__(
+        self, whole: torch.Tensor, part: torch.Tensor, axis: int, blocks: list[Block]
+    ) -> None:
+        """`whole`: (N, R, C). `part`: (N, k, C) with `axis` 0, (N, R, k) with 1. `blocks`: see
+        `choose`.
+        """
+        self.whole = whole
+        self.part = part
+        self.axis = axis
+        self.blocks = blocks
+        self.chosen: torch.Tensor | None = None  # (N, k), between `select` and `write`
+
+    def select(self) -> None:
+        """Write the selected rows or columns of U to `part`."""
+        self.chosen = choose(self.whole, self.axis, self.blocks)
+        gather(self.whole, self.axis, self.chosen, self.part)
+
+    def call(self, phases: Phases, method: str, units: Units) -> None:
+        """Call a phase on `part`, with the state of the selected rows."""
+        index = self.chosen.unsqueeze(2)
+        state = {key: t.gather(1, index) for key, t in units.state.items()}
+        phases.call(method, self.part, replace(units, state=state))
+        for key, t in state.items():
+            units.state[key].scatter_(1, index, t)
+
+    def write(self) -> None:
+        """Write O of `part` to `whole`, see [Note: unselected elements]."""
+        scatter(self.part, self.axis, self.chosen, self.whole)
+        self.chosen = None
+
+
+@dataclass(frozen=True)
+class SelectedPiece:
+    """A piece of a matrix as a rank stores it, from which the rank selects."""
+
+    axis: int  # 0: rows are selected, 1: columns
+    blocks: list[Block]  # of the piece's rows or columns
+    whole: torch.Tensor  # (r, c): all of U, and later all of O; memory of a single phase
+    chosen: torch.Tensor  # (k,) int64: the selection, from `PackSelected` on
+    # [(stored state, its selected rows in the send buffer or in a stack of state)]
+    state: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+class PackSelected:
+    """`Pack` into whole pieces, and copies of what is selected from them."""
+
+    def __init__(
+        self, pack: Pack, pieces: Sequence[SelectedPiece], to: Sequence[torch.Tensor]
+    ) -> None:
+        """`pack`: writes U to `SelectedPiece.whole`. `to`: views of the selected parts of U; ()
+        to select only.
+        """
+        self.pack = pack
+        self.pieces = list(pieces)
+        self.to = list(to)
+
+    def __call__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        addresses: torch.Tensor | None,
+        weight: torch.Tensor,
+        nesterov: bool,
+        update_momentum: bool = False,
+    ) -> None:
+        """Write U, and state, of what is selected; arguments as for `Pack`. M is not written."""
+        self.pack(tensors, addresses, weight, False, False)
+        for piece in self.pieces:
+            piece.chosen.copy_(choose(piece.whole.unsqueeze(0), piece.axis, piece.blocks)[0])
+        for piece, to in zip(self.pieces, self.to):
+            torch.index_select(piece.whole, piece.axis, piece.chosen, out=to)
+            for stored, sent in piece.state:
+                torch.index_select(stored, 0, piece.chosen, out=sent)
+
+
+class WeightUpdateSelected:
+    """`WeightUpdate` from the selected parts of O."""
+
+    def __init__(
+        self,
+        update: WeightUpdate,
+        pieces: Sequence[SelectedPiece],
+        parts: Sequence[torch.Tensor],
+        pack: PackSelected | None = None,
+    ) -> None:
+        """`update`: reads O from `SelectedPiece.whole`. `parts`: of O, overwritten. `pack`: selects
+        first, for pieces of which nothing was packed in the step.
+        """
+        self.update = update
+        self.pieces = list(pieces)
+        self.parts = list(parts)
+        self.pack = pack
+
+    def __call__(
+        self,
+        factors: torch.Tensor,
+        tensors: Sequence[torch.Tensor] = (),
+        addresses: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        update_momentum: bool = True,
+    ) -> None:
+        """Write W and M, as `WeightUpdate`."""
+        if self.pack is not None:
+            self.pack(tensors, addresses, weight, False)
+        for piece, part in zip(self.pieces, self.parts):
+            chosen, whole = piece.chosen.unsqueeze(0), piece.whole.unsqueeze(0)
+            scatter(part.unsqueeze(0), piece.axis, chosen, whole)
+        self.update(factors, tensors, addresses, weight, update_momentum)
+
+
+class SaveSelected:
+    """`Copy` of the state of selected rows back to where it is stored."""
+
+    def __init__(
+        self,
+        pieces: Sequence[SelectedPiece],
+        stored: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor],
+        skip: Skip | None,
+    ) -> None:
+        """`stored`: state of each piece, (r, 1). `parts`: its selected rows."""
+        self.pieces = list(pieces)
+        self.stored = list(stored)
+        self.parts = list(parts)
+        self.skip = skip
+
+    def __call__(self) -> None:
+        """Write the state, but for rectangles of `skip`."""
+        if in_dry_run():
+            return
+        for i, (piece, stored, part) in enumerate(zip(self.pieces, self.stored, self.parts)):
+            if self.skip is not None:
+                old = stored.index_select(0, piece.chosen)
+                part = torch.where(self.skip.is_updated(i), part, old)
+            stored.index_copy_(0, piece.chosen, part)
+
+
+AnyPack = Pack | PackByRule | PackSelected
+AnyWeightUpdate = WeightUpdate | WeightUpdateByRule | WeightUpdateByFactors | WeightUpdateSelected

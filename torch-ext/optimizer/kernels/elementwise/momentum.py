@@ -34,6 +34,7 @@ class Pack:
 
     M: momentum, G: gradient, U: update, mostly a view of a send buffer. The first form of U is
     Nesterov momentum, with the new M. With `sums`: M <- mu M + G, then U <- mu M + G or U <- M.
+    With `feedback`: U <- M + (1 - mu) G, and M is written by `WeightUpdate`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Pack:
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
         sums: bool = False,
+        feedback: bool = False,
     ):
         """Bind M and U: lists of 2-D views with equal shapes, at fixed addresses. `groups`: number
         of the parameter group of each rectangle; None: group 0.
@@ -60,6 +62,7 @@ class Pack:
             bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
         )
         self.sums = sums
+        self.feedback = feedback
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
         self.groups = groups_of(groups, self.launches)
         self.skip = skip
@@ -80,8 +83,12 @@ class Pack:
         in fp32 on the device; the values of group i are i * NUMBERS elements behind. Without
         `update_momentum`, `WeightUpdate` writes M later, together with the weight.
         """
+        assert not (self.feedback and update_momentum), "M is written by WeightUpdate"
         if self.launches is None:
             gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
+            if self.feedback:
+                weights = [weight[at] for at in self.group_offsets]
+                return pack_feedback_torch(self.M, self.U, gradients, weights, self.skip)
             if self.sums:
                 factors = [weight[at + 1] for at in self.group_offsets]
                 return pack_sums_torch(
@@ -105,6 +112,7 @@ class Pack:
                 SKIPS=skips,
                 GROUPED=grouped,
                 SUMS=self.sums,
+                FEEDBACK=self.feedback,
             )
 
 
@@ -164,6 +172,26 @@ def pack_sums_torch(
         u.copy_(update)
 
 
+def pack_feedback_torch(
+    M: Sequence[torch.Tensor],
+    U: Sequence[torch.Tensor],
+    G: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    skip: Skip | None,
+) -> None:
+    """Compute `Pack` with `feedback` in torch, with the bits of the kernel. `weights`: 1 - mu of
+    each rectangle.
+    """
+    for i, (m, u, g, weight) in enumerate(zip(M, U, G, weights)):
+        new = fed(m, g, weight)
+        u.copy_(new if skip is None else torch.where(skip.is_updated(i), new, m.float()))
+
+
+def fed(m: torch.Tensor, g: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return m + weight g in fp32."""
+    return g.float().mul(weight).add_(m.float())
+
+
 def summed(m: torch.Tensor, g: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
     """Return mu m + g in fp32."""
     return m.float().mul(mu).add_(g.float())
@@ -189,6 +217,7 @@ def _pack_kernel(
     SKIPS: tl.constexpr,
     GROUPED: tl.constexpr,
     SUMS: tl.constexpr,
+    FEEDBACK: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -198,8 +227,9 @@ def _pack_kernel(
 ):
     """Compute `Pack` for a block of elements. Lists of the table: M, U, G.
 
-    `weight`: pointer to 1 - mu of group 0, then mu. SUMS: M is a sum. `flags`, `places`: see
-    `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED only.
+    `weight`: pointer to 1 - mu of group 0, then mu. SUMS: M is a sum. FEEDBACK: only U is written.
+    `flags`, `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if
+    GROUPED only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     m_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
@@ -209,7 +239,11 @@ def _pack_kernel(
     )
     g = tl.load(g_at, mask=inside).to(tl.float32)
     m = tl.load(m_at, mask=inside).to(tl.float32)
-    if SUMS:
+    if FEEDBACK:
+        rest = tl.load(weight + group_offset(blocks, groups, GROUPED))
+        stepped = unskipped(inside, blocks, flags, places) if SKIPS else inside
+        m = tl.where(stepped, g * rest + m, m)
+    elif SUMS:
         mu = tl.load(weight + group_offset(blocks, groups, GROUPED) + 1)
         # A rectangle that is skipped: M stays, and U becomes M
         stepped = unskipped(inside, blocks, flags, places) if SKIPS else inside

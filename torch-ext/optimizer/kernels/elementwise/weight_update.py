@@ -8,7 +8,7 @@ import torch
 
 from ..backend import use_triton
 from ..launch.jit import jit
-from .momentum import gradients_or_momenta, lerp, summed
+from .momentum import fed, gradients_or_momenta, lerp, summed
 from .multi_tensor import (
     NUMBERS,
     Skip,
@@ -37,8 +37,9 @@ class WeightUpdate:
     lr weight_decay, or another one of rules/decay.py.
 
     CAUTIOUS: elements with O W < 0 do not decay. TO_INITIAL: W <- W - rate (W - W0) - (lr scale) O.
-    With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with `update_momentum`. W: weight,
-    O: orthogonalized update, M: momentum, G: gradient, W0: initial weight.
+    With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with `update_momentum`. With
+    `feedback`: M <- M + (1 - mu) G, then M <- mu M where O is not -0.0, see [Note: unselected
+    elements]. W: weight, O: orthogonalized update, M: momentum, G: gradient, W0: initial weight.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class WeightUpdate:
         decay: int = ALL,
         initial: Sequence[torch.Tensor] = (),
         sums: bool = False,
+        feedback: bool = False,
     ):
         """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
 
@@ -70,6 +72,7 @@ class WeightUpdate:
         self.sources = sources
         self.decay = decay
         self.sums = sums
+        self.feedback = feedback
         self.initial = list(initial)
         self.scales = torch.tensor(
             list(scales), dtype=torch.float32, device=W[0].device if W else None
@@ -136,16 +139,21 @@ class WeightUpdate:
                 GROUPED=grouped,
                 DECAY=self.decay,
                 SUMS=self.sums,
+                FEEDBACK=self.feedback,
             )
 
     def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
         """Write M in torch, with the bits of the kernel. Arguments as for `__call__`."""
         gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
         for i, (m, g, at) in enumerate(zip(self.M, gradients, self.group_offsets)):
-            if not self.sums:
+            if not self.sums and not self.feedback:
                 m.copy_(lerp(m, g, weight[at]))
                 continue
-            new = summed(m, g, weight[at + 1])
+            if self.feedback:
+                new = fed(m, g, weight[at])
+                new = torch.where(is_unselected(self.O[i]), new, new * weight[at + 1])
+            else:
+                new = summed(m, g, weight[at + 1])
             skip = self.skip
             m.copy_(new if skip is None else torch.where(skip.is_updated(i), new, m.float()))
 
@@ -176,6 +184,11 @@ def weight_update_torch(
         w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
 
 
+def is_unselected(o: torch.Tensor) -> torch.Tensor:
+    """Return where o is -0.0, see [Note: unselected elements] in newton_schulz/selection.py."""
+    return (o == 0) & torch.signbit(o)
+
+
 def is_opposite(w: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
     """Return where w and o have opposite signs. Not by the product, which may underflow to 0."""
     return (w > 0) & (o < 0) | (w < 0) & (o > 0)
@@ -198,6 +211,7 @@ def _update_kernel(
     GROUPED: tl.constexpr,
     DECAY: tl.constexpr,
     SUMS: tl.constexpr,
+    FEEDBACK: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -210,9 +224,9 @@ def _update_kernel(
     """Compute `WeightUpdate` for a block of elements. Lists of the table: W, O; with MOMENTA also
     M; with DECAY TO_INITIAL also W0; with MOMENTA also G.
 
-    `scales`: scale of each record. SUMS: M is a sum. `update_momentum`: 0 leaves M alone. `flags`,
-    `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED
-    only.
+    `scales`: scale of each record. SUMS, FEEDBACK: form of M. `update_momentum`: 0 leaves M alone.
+    `flags`, `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if
+    GROUPED only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
@@ -235,7 +249,13 @@ def _update_kernel(
         else:
             g_at = element_pointers(record, row, column, 3, TYPE_3, g_base, ACCESS)
         m = tl.load(m_at, mask=written).to(tl.float32)
-        if SUMS:
+        if FEEDBACK:
+            g = tl.load(g_at, mask=written).to(tl.float32)
+            m = g * tl.load(weight + group) + m
+            # The bits of -0.0: only the sign
+            selected = o.to(tl.int32, bitcast=True) != -2147483648
+            m = tl.where(selected, m * tl.load(weight + group + 1), m)
+        elif SUMS:
             m = m * tl.load(weight + group + 1) + tl.load(g_at, mask=written).to(tl.float32)
         else:
             m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
