@@ -109,8 +109,6 @@ class Stacks:
         self.outputs: list[torch.Tensor | ScatteredRows] = []
         self.wide: list[dict[str, torch.Tensor]] = []
         self.matrices: list[list[Matrix]] = []  # of each stack
-        # For each stack, the part of it that is iterated (N, k, C) or (N, R, k); None: the whole
-        self.selected: list[torch.Tensor | None] = []
         self.input_view: dict[Piece, torch.Tensor] = {}  # piece of an owned matrix -> view
         self.output_view: dict[Piece, torch.Tensor] = {}  # the counterpart in `outputs`
         inputs = self._box_views(read_from)
@@ -123,16 +121,9 @@ class Stacks:
         whole = {}  # (matrix, kind of a piece) -> view of the matrix in a stack
         stack_offset_bytes = 0
         wide_offset_bytes = 0
-        selected_offset_bytes = 0
-        for (R, C, direct, selected), matrices in members.items():
+        for (R, C, direct, _), matrices in members.items():
             N = len(matrices)
             self.matrices.append(matrices)
-            self.selected.append(None)
-            if selected:
-                r, c = selected
-                flat = piece_at(memory["selected"], selected_offset_bytes, (N * r, c), dtype)
-                self.selected[-1] = flat.view(N, r, c)
-                selected_offset_bytes += flat.nbytes + -flat.nbytes % ALIGNMENT
             self.wide.append({})
             for kind, per in wide.items():
                 r, c = per_shape(per, R, C)
@@ -154,6 +145,8 @@ class Stacks:
             stack_offset_bytes += stack.nbytes + -stack.nbytes % ALIGNMENT
             self.inputs.append(stack)
             self.outputs.append(stack)
+        # For each stack, the part of it that is iterated, (N, k, C) or (N, R, k); None: the whole
+        self.selected = _selected(self.matrices, memory["selected"], dtype)
         self.input_view = {p: _view(p, whole, inputs) for p in rank_plan.owned}
         self.output_view = {p: _view(p, whole, outputs) for p in rank_plan.owned}
 
@@ -164,6 +157,21 @@ class Stacks:
             if p.kind == "matrix" and p.matrix in self.rank_plan.direct:
                 found[p.matrix].setdefault(p.box, view)
         return found
+
+
+def _selected(
+    stacks: Sequence[Sequence[Matrix]], memory: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor | None]:
+    """Memory of the parts of each stack that the owner selects; None: the whole is iterated."""
+    views, offset_bytes = [], 0
+    for matrices in stacks:
+        views.append(None)
+        if matrices[0].selected:
+            r, c = matrices[0].selected
+            flat = piece_at(memory, offset_bytes, (len(matrices) * r, c), dtype)
+            views[-1] = flat.view(len(matrices), r, c)
+            offset_bytes += flat.nbytes + -flat.nbytes % ALIGNMENT
+    return views
 
 
 def _scattered(matrices: Sequence[Matrix], views: BoxViews) -> ScatteredRows:

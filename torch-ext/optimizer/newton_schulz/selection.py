@@ -12,11 +12,14 @@ shard, and a weight update with -0.0 changes nothing but weight decay.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..kernels.elementwise.norms import absolute_sums
+from .coefficients import is_number
 
 AXES = {"row": 0, "column": 1}
 Block = tuple[int, int, int]  # (start, stop, number of selected rows or columns) of a block
@@ -50,6 +53,30 @@ class Selection:
         axis = self.axis(R, C)
         count = sum(count for _, _, count in self.blocks_of((R, C)[axis]))
         return (count, C) if axis == 0 else (R, count)
+
+
+def check_selection(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for values of a parameter group that are no `Selection`, and for a form of
+    momentum other than that with error feedback.
+    """
+    fraction, blocks = group["fraction"], group["blocks"]
+    if not is_number(fraction) or isinstance(fraction, bool) or not 0 < fraction <= 1:
+        raise ValueError(
+            f"fraction={fraction!r} must be a number > 0 and <= 1: the fraction of the rows, or "
+            "columns, that is orthogonalized in a step"
+        )
+    if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
+        raise ValueError(
+            f"blocks={blocks!r} must be an int >= 1: the number of blocks of rows, or columns, of "
+            "which each selects a fraction of its own"
+        )
+    if group.get("select", "row") not in ("short", *AXES):
+        raise ValueError(f"select={group['select']!r} must be one of {['short', *AXES]}")
+    if group.get("momentum_form", "ema") != "ema":
+        raise ValueError(
+            f"momentum_form={group['momentum_form']!r} with rule={group['rule']!r}, whose momentum "
+            "has error feedback: leave momentum_form out, or use another rule"
+        )
 
 
 def choose(stack: torch.Tensor, axis: int, blocks: list[Block]) -> torch.Tensor:

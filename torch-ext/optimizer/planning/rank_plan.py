@@ -226,12 +226,8 @@ def rank_plan_of(
     nbytes = _all_to_all_bytes(inbound, outbound, kept_bytes) | _iterated(matrices, inputs)
     if reduce:
         nbytes["until_apply"] = _mean_bytes(inbound, inputs.element)
-    nbytes |= {
-        "stack": _stacked(matrices, inputs),
-        "selected": _selected(matrices, inputs),
-        "unselected": _unselected(of_matrices, rank, layouts, inputs),
-        "wide": sum(inputs.wide_bytes(m.rows, m.cols) for m in matrices),
-    }
+    nbytes |= _matrix_bytes(matrices, inputs)
+    nbytes["unselected"] = _unselected(of_matrices, rank, layouts, inputs)
     rank_plan = RankPlan(
         stored=tuple(p for p in pieces if p.stored_at == rank),
         owned=tuple(p for p in pieces if p.owner == rank),
@@ -340,10 +336,16 @@ def _stacked(matrices: Iterable[Matrix], inputs: PlanInputs) -> int:
     return sum(m.numel * inputs.element + ALIGNMENT for m in matrices)
 
 
-def _selected(matrices: Iterable[Matrix], inputs: PlanInputs) -> int:
-    """Return the bytes of the parts that the owner selects, in a stack for each shape."""
+def _matrix_bytes(matrices: Sequence[Matrix], inputs: PlanInputs) -> dict[str, int]:
+    """Return the bytes of owned matrices, of the parts that the owner selects, and of tensors in
+    fp32.
+    """
     parts = [math.prod(m.selected) for m in matrices if m.selected]
-    return sum(numel * inputs.element + ALIGNMENT for numel in parts)
+    return {
+        "stack": _stacked(matrices, inputs),
+        "selected": sum(numel * inputs.element + ALIGNMENT for numel in parts),
+        "wide": sum(inputs.wide_bytes(m.rows, m.cols) for m in matrices),
+    }
 
 
 def _unselected(

@@ -104,15 +104,16 @@ class SelectedLayout(Layout):
         """Whether every stored box has whole blocks, and these whole: a rank can then select from
         the box alone.
         """
-        for rank in self.ranks:
-            for unit, axis in enumerate(self.axes):
-                blocks = self.blocks(unit)
-                starts, stops = {a for a, _, _ in blocks}, {b for _, b, _ in blocks}
-                other = (0, self.whole_shapes[unit][1 - axis])
-                for box, _ in self.whole_boxes(rank, unit):
-                    start, stop = box[axis]
-                    if start not in starts or stop not in stops or box[1 - axis] != other:
-                        return False
+        for unit, axis in enumerate(self.axes):
+            blocks = self.blocks(unit)
+            starts, stops = {a for a, _, _ in blocks}, {b for _, b, _ in blocks}
+            other = (0, self.whole_shapes[unit][1 - axis])
+            boxes = {box for rank in self.ranks for box, _ in self.whole_boxes(rank, unit)}
+            if any(
+                box[axis][0] not in starts or box[axis][1] not in stops or box[1 - axis] != other
+                for box in boxes
+            ):
+                return False
         return True
 
 

@@ -15,53 +15,55 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...newton_schulz.selection import AXES, Selection
-from ..normuon import NorMuonRule
-from ..rule import Rule, State, number_of, register
+import torch
 
-
-class _Selecting(Rule):
-    """Options of both rules, and their checks."""
-
-    fused = True
-
-    @classmethod
-    def check(cls, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for wrong values of options."""
-        fraction, blocks = group["fraction"], group["blocks"]
-        if isinstance(fraction, bool) or not 0 < number_of(fraction) <= 1:
-            raise ValueError(f"fraction={fraction!r} must be a number > 0 and <= 1")
-        if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
-            raise ValueError(f"blocks={blocks!r} must be an int >= 1: blocks that select rows each")
-        if group.get("select", "row") not in ("short", *AXES):
-            raise ValueError(f"select={group['select']!r} must be one of {['short', *AXES]}")
-        if group.get("momentum_form", "ema") != "ema":
-            raise ValueError(
-                f"momentum_form={group['momentum_form']!r} with a rule that has a momentum of its "
-                "own, with error feedback: leave momentum_form out"
-            )
-
-    @classmethod
-    def selection(cls, group: Mapping[str, Any]) -> Selection:
-        """Return the selection of a group."""
-        return Selection(float(group["fraction"]), group.get("select", "row"), group["blocks"])
+from ...kernels.elementwise.norms import normalize
+from ...newton_schulz.selection import Selection, check_selection
+from ..normuon import EPS
+from ..rule import Rule, State, Units, register
 
 
 @register
-class Dion2(_Selecting):
+class Dion2(Rule):
     """See the module."""
 
     name = "dion2"
     options = {"fraction": 0.25, "select": "short", "blocks": 1}
     planned = ("fraction", "select", "blocks")
+    fused = True
+
+    @classmethod
+    def check(cls, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for wrong values of options."""
+        check_selection(group)
+
+    @classmethod
+    def selection(cls, group: Mapping[str, Any]) -> Selection:
+        """Return the selection of a group."""
+        return Selection(float(group["fraction"]), group["select"], group["blocks"])
 
 
 @register
-class Dion3(_Selecting):
+class Dion3(Rule):
     """See the module. Rows are selected."""
 
     name = "dion3"
     state = (State("second_moment", per="row"),)
     options = {"fraction": 0.25, "blocks": 1, "beta2": 0.95}
     planned = ("fraction", "blocks")
-    after = NorMuonRule.after
+    fused = True
+
+    @classmethod
+    def check(cls, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for wrong values of options."""
+        check_selection(group)
+
+    @classmethod
+    def selection(cls, group: Mapping[str, Any]) -> Selection:
+        """Return the selection of a group."""
+        return Selection(float(group["fraction"]), "row", group["blocks"])
+
+    def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
+        """Normalize the selected rows O (N, k, C) in place, and update their V."""
+        normalize(O, units.state["second_moment"], units.scalars, EPS, units.groups)
+        return O
