@@ -22,7 +22,7 @@ momentum is written on the first read (`update_momentum_early`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,7 +36,7 @@ from ..kernels.elementwise.weight_update import TO_INITIAL, WeightUpdate
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..pipeline import BucketUpdate, Running
-from ..planning.memory_model import ALIGNMENT, sent_kind
+from ..planning.memory_model import sent_kind
 from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan, sent_piece
 from ..rules import muon
@@ -48,7 +48,6 @@ from ..rules.phases import (
     PackSelected,
     Phases,
     SaveSelected,
-    SelectedPiece,
     SelectedStack,
     WeightUpdateSelected,
 )
@@ -62,7 +61,7 @@ from ..rules.rule import (
 )
 from .cuda_graphs import Graphs
 from .param_store import Store
-from .workspace import Stacks, copy_unless_in_place
+from .workspace import BoundSelection, Stacks, copy_unless_in_place, whole_or
 
 Gradients = tuple[list[torch.Tensor], torch.Tensor | None]  # (tensors, int64 addresses on device)
 Views = Mapping[Piece, torch.Tensor]  # piece -> view of a buffer, (rows, columns)
@@ -102,8 +101,8 @@ class BoundUpdate(BucketUpdate):
         # On the device, of all groups: a schedule may change the numbers without a new capture
         self.lr_and_decay = inputs.store.scalars  # from element 0 on: lr, 1 - lr weight_decay
         self.momentum_weight = inputs.store.scalars[4:]  # from element 0 on: 1 - momentum
-        # Pieces from which this rank selects, once bound for `PackSelected`
-        self.selected: dict[Piece, SelectedPiece] = {}
+        dtype = inputs.options.wire_dtype
+        self.selected_pieces = BoundSelection(inputs.store, inputs.memory, dtype)
         # Torch reads gradients where they lay at the capture of a graph, the package's kernels take
         # addresses from device memory
         self.reads_gradients = False
@@ -143,9 +142,11 @@ class BoundUpdate(BucketUpdate):
         save = Copy(store.states(pieces), [views[p] for p in pieces], store.skip(pieces))
         if not parts:
             return save
-        rows = {(p.matrix, p.start[0]): p for p in self._stored()}
-        of = [self.selected[rows[p.matrix, p.start[0]]] for p in parts]
-        some = SaveSelected(of, store.states(parts), [views[p] for p in parts], store.skip(parts))
+        matrix = {(p.matrix, p.start[0]): p for p in self._stored()}
+        chosen = [self.selected_pieces.chosen[matrix[p.matrix, p.start[0]]] for p in parts]
+        some = SaveSelected(
+            chosen, store.states(parts), [views[p] for p in parts], store.skip(parts)
+        )
 
         def save_all() -> None:
             save()
@@ -179,43 +180,29 @@ class BoundUpdate(BucketUpdate):
     def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> AnyPack:
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""
         M, *sources = self._momentum_args(pieces)
-        parts = self._select_from(pieces, to)
-        U = [parts[p].whole if p in parts else to[p] for p in pieces]
+        selected, members = self.selected_pieces.bind(pieces)
+        U = whole_or(pieces, to, selected, members)
         skip = self.store.skip(pieces)
         pack = self.phases.pack(M, U, *sources, skip, self._groups(pieces), *self._momentum_form)
-        if not parts:
+        if not selected:
             return pack
-        return PackSelected(pack, parts.values(), [to[p] for p in parts if p in to])
+        # Of replicas nothing is sent
+        sent = [[to[p] for p in some] for some in members if some[0] in to]
+        return PackSelected(pack, selected, sent, [self._state_of(some, to) for some in members])
 
     @property
     def _momentum_form(self) -> tuple[bool, bool]:
         """Arguments `sums` and `feedback` of `Pack` and `WeightUpdate`."""
         return is_sum(self.group), self.selection is not None
 
-    def _select_from(
-        self, pieces: Sequence[Piece], to: Views | None = None
-    ) -> dict[Piece, SelectedPiece]:
-        """Bind the pieces of `pieces` from which this rank selects. `to`: views of what is packed;
-        None for pieces that are packed already.
-        """
-        found, offset_bytes = {}, 0
+    def _state_of(self, pieces: Sequence[Piece], to: Views) -> list[tuple]:
+        """(stored state of `pieces`, views in `to` of its selected rows) for each state."""
         states = {(p.kind, p.matrix, p.start[0]): p for p in self._stored_state()}
-        for p in [p for p in pieces if self.store.selects_from(p)]:
-            layout = self.store.selected["matrix"][p.matrix.param]
-            axis = layout.axes[p.matrix.unit]
-            start, stop = layout.whole_box(self.rank, p.matrix.unit, p.start)[axis]
-            blocks = layout.blocks(p.matrix.unit)
-            own = [(a - start, b - start, n) for a, b, n in blocks if start <= a < stop]
-            # Phases use the memory one after the other: every call begins at its start
-            shape, dtype = self.store.stored_shape(p), self.options.wire_dtype
-            whole = piece_at(self.memory["unselected"], offset_bytes, shape, dtype)
-            offset_bytes += whole.nbytes + -whole.nbytes % ALIGNMENT
-            if p not in self.selected:
-                chosen = torch.zeros(p.shape[axis], dtype=torch.int64, device=whole.device)
-                self.selected[p] = SelectedPiece(axis, own, whole, chosen)
-            of = [states[state.key, p.matrix, p.start[0]] for state in self.rule.state]
-            sent = [(self.store.states([s])[0], to[s]) for s in of if to is not None and s in to]
-            found[p] = replace(self.selected[p], whole=whole, state=sent)
+        found = []
+        for state in self.rule.state:
+            of = [states[state.key, p.matrix, p.start[0]] for p in pieces]
+            if of[0] in to:
+                found.append((self.store.states(of), [to[p] for p in of]))
         return found
 
     def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> AnyWeightUpdate:
@@ -223,22 +210,23 @@ class BoundUpdate(BucketUpdate):
         read from `orthogonal`.
         """
         # Replicas have selected nothing yet
-        replicas = [p for p in pieces if p not in self.selected and self.store.selects_from(p)]
-        parts = self._select_from(pieces)
+        replicas = self.selected_pieces.unbound(pieces)
+        selected, members = self.selected_pieces.bind(pieces)
         update = self.phases.weight_update(
             self._sent(pieces, orthogonal),
             self.store.weights(pieces),
-            [parts[p].whole if p in parts else orthogonal[p] for p in pieces],
+            whole_or(pieces, orthogonal, selected, members),
             self._scales(pieces),
             self.store.skip(pieces),
             *(self._momentum_args(pieces) or (None, (), ())),
             self._groups(pieces),
             **self._form_args(pieces),
         )
-        if not parts:
+        if not selected:
             return update
         pack = self._bind_pack(replicas, {}) if replicas else None
-        return WeightUpdateSelected(update, parts.values(), [orthogonal[p] for p in parts], pack)
+        parts = [[orthogonal[p] for p in some] for some in members]
+        return WeightUpdateSelected(update, selected, parts, pack)
 
     def _sent(self, pieces: Sequence[Piece], views: Views) -> list[dict[str, torch.Tensor]]:
         """Numbers that the owner sends for each piece of a matrix: name -> view in `views`."""

@@ -299,13 +299,14 @@ class MemoryModel:
         return pieces, largest, whole, distinct, partition
 
     def _unselected_bytes(self, layout: Layout, unit: int) -> int:
-        """Return the bytes of the largest piece of a unit as a rank stores it, if only a part of
-        the piece is sent; else 0.
+        """Return the bytes of the largest piece of a unit as a rank stores it, and of the part that
+        is sent; 0 if the whole piece is sent.
         """
         if layout.whole_shapes is layout.unit_shapes:
             return 0
         return max(
-            sum(r * c * self.element + ALIGNMENT for r, c in layout.stored_shapes(rank, unit))
+            sum(r * c * self.element + 2 * ALIGNMENT for r, c in layout.stored_shapes(rank, unit))
+            + layout.unit_numel(rank, unit) * self.element
             for rank in self.ranks
         )
 

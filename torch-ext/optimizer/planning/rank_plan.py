@@ -351,13 +351,15 @@ def _matrix_bytes(matrices: Sequence[Matrix], inputs: PlanInputs) -> dict[str, i
 def _unselected(
     pieces: Iterable[Piece], rank: int, layouts: Sequence[Layout], inputs: PlanInputs
 ) -> int:
-    """Return the bytes of the pieces stored by `rank` of which only parts are sent, whole."""
+    """Return the bytes of the pieces stored by `rank` of which only parts are sent, and of the
+    parts.
+    """
     nbytes = 0
     for p in pieces:
         layout = layouts[p.matrix.param]
         if p.stored_at == rank and layout.whole_shapes is not layout.unit_shapes:
-            numel = math.prod(layout.whole_shape(rank, p.matrix.unit, p.start))
-            nbytes += numel * inputs.element + ALIGNMENT
+            numel = math.prod(layout.whole_shape(rank, p.matrix.unit, p.start)) + p.numel
+            nbytes += numel * inputs.element + 2 * ALIGNMENT
     return nbytes
 
 

@@ -100,6 +100,15 @@ class SelectedLayout(Layout):
         """(rows, columns) of `whole_box`."""
         return tuple(stop - first for first, stop in self.whole_box(rank, unit, start))
 
+    def blocks_at(
+        self, rank: int, unit: int, start: tuple[int, int]
+    ) -> tuple[int, tuple[Block, ...]]:
+        """(0 if rows are selected, 1 if columns are; blocks inside `whole_box`)."""
+        axis = self.axes[unit]
+        first, stop = self.whole_box(rank, unit, start)[axis]
+        blocks = [(a - first, b - first, n) for a, b, n in self.blocks(unit) if first <= a < stop]
+        return axis, tuple(blocks)
+
     def can_select_at_source(self) -> bool:
         """Whether every stored box has whole blocks, and these whole: a rank can then select from
         the box alone.

@@ -5,19 +5,19 @@ Pieces of rules without fused kernels are computed one at a time. Elementwise fu
 element equal bits in any piece, so a matrix may be cut in any way.
 
 Of rules with a selection (newton_schulz/selection.py) only some rows or columns are orthogonalized.
-`SelectedStack` selects them from whole matrices, at the owner. `SelectedPiece`, `PackSelected` and
+`SelectedStack` selects them from whole matrices, at the owner. `SelectedPieces`, `PackSelected` and
 `WeightUpdateSelected` select them from stored pieces, where every rank can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..kernels.elementwise.momentum import Copy, Pack, gradients_or_momenta
+from ..kernels.elementwise.momentum import Copy, Pack, copy_torch, gradients_or_momenta
 from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
@@ -367,29 +367,48 @@ class SelectedStack:
 
 
 @dataclass(frozen=True)
-class SelectedPiece:
-    """A piece of a matrix as a rank stores it, from which the rank selects."""
+class SelectedPieces:
+    """Pieces of equal shape as a rank stores them, from which the rank selects alike.
+
+    `whole` and `part` are memory of a single phase: all of U or of O, and what is selected of it.
+    """
 
     axis: int  # 0: rows are selected, 1: columns
-    blocks: list[Block]  # of the piece's rows or columns
-    whole: torch.Tensor  # (r, c): all of U, and later all of O; memory of a single phase
-    chosen: torch.Tensor  # (k,) int64: the selection, from `PackSelected` on
-    # [(stored state, its selected rows in the send buffer or in a stack of state)]
-    state: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    blocks: list[Block]  # of the rows or columns of a piece
+    whole: torch.Tensor  # (n, r, c)
+    part: torch.Tensor  # (n, k, c) or (n, r, k)
+    chosen: list[torch.Tensor]  # (k,) int64 for each piece: the selection, from `select` on
+
+    def select(self) -> torch.Tensor:
+        """Select from U in `whole`; return the selection of all pieces, (n, k)."""
+        chosen = choose(self.whole, self.axis, self.blocks)
+        torch._foreach_copy_(self.chosen, chosen.unbind())
+        return chosen
+
+    def spread(self, parts: Sequence[torch.Tensor]) -> None:
+        """Write O to `whole` from what is selected of each piece."""
+        torch._foreach_copy_(self.part.unbind(), parts)
+        scatter(self.part, self.axis, torch.stack(self.chosen), self.whole)
 
 
 class PackSelected:
     """`Pack` into whole pieces, and copies of what is selected from them."""
 
     def __init__(
-        self, pack: Pack, pieces: Sequence[SelectedPiece], to: Sequence[torch.Tensor]
+        self,
+        pack: Pack,
+        pieces: Sequence[SelectedPieces],
+        to: Sequence[Sequence[torch.Tensor]] = (),
+        state: Sequence[Sequence[tuple]] = (),
     ) -> None:
-        """`pack`: writes U to `SelectedPiece.whole`. `to`: views of the selected parts of U; ()
-        to select only.
+        """`pack`: writes U to `SelectedPieces.whole`. `to`: views of the selected parts of U of
+        each of `pieces`; () to select only. `state`: for each of `pieces`, and each state of the
+        rule, (views where it is stored, views of its selected rows).
         """
         self.pack = pack
         self.pieces = list(pieces)
         self.to = list(to)
+        self.state = list(state)
 
     def __call__(
         self,
@@ -401,12 +420,13 @@ class PackSelected:
     ) -> None:
         """Write U, and state, of what is selected; arguments as for `Pack`. M is not written."""
         self.pack(tensors, addresses, weight, False, False)
-        for piece in self.pieces:
-            piece.chosen.copy_(choose(piece.whole.unsqueeze(0), piece.axis, piece.blocks)[0])
-        for piece, to in zip(self.pieces, self.to):
-            torch.index_select(piece.whole, piece.axis, piece.chosen, out=to)
-            for stored, sent in piece.state:
-                torch.index_select(stored, 0, piece.chosen, out=sent)
+        chosen = [pieces.select() for pieces in self.pieces]
+        for pieces, of, to, states in zip(self.pieces, chosen, self.to, self.state):
+            gather(pieces.whole, pieces.axis, of, pieces.part)
+            torch._foreach_copy_(to, pieces.part.unbind())
+            for stored, sent in states:
+                rows = torch.stack(stored).gather(1, of.unsqueeze(2))
+                torch._foreach_copy_(sent, rows.unbind())
 
 
 class WeightUpdateSelected:
@@ -415,12 +435,12 @@ class WeightUpdateSelected:
     def __init__(
         self,
         update: WeightUpdate,
-        pieces: Sequence[SelectedPiece],
-        parts: Sequence[torch.Tensor],
+        pieces: Sequence[SelectedPieces],
+        parts: Sequence[Sequence[torch.Tensor]],
         pack: PackSelected | None = None,
     ) -> None:
-        """`update`: reads O from `SelectedPiece.whole`. `parts`: of O, overwritten. `pack`: selects
-        first, for pieces of which nothing was packed in the step.
+        """`update`: reads O from `SelectedPieces.whole`. `parts`: of O, for each of `pieces`.
+        `pack`: selects first, for pieces of which nothing was packed in the step.
         """
         self.update = update
         self.pieces = list(pieces)
@@ -438,9 +458,8 @@ class WeightUpdateSelected:
         """Write W and M, as `WeightUpdate`."""
         if self.pack is not None:
             self.pack(tensors, addresses, weight, False)
-        for piece, part in zip(self.pieces, self.parts):
-            chosen, whole = piece.chosen.unsqueeze(0), piece.whole.unsqueeze(0)
-            scatter(part.unsqueeze(0), piece.axis, chosen, whole)
+        for pieces, parts in zip(self.pieces, self.parts):
+            pieces.spread(parts)
         self.update(factors, tensors, addresses, weight, update_momentum)
 
 
@@ -449,13 +468,15 @@ class SaveSelected:
 
     def __init__(
         self,
-        pieces: Sequence[SelectedPiece],
+        chosen: Sequence[torch.Tensor],
         stored: Sequence[torch.Tensor],
         parts: Sequence[torch.Tensor],
         skip: Skip | None,
     ) -> None:
-        """`stored`: state of each piece, (r, 1). `parts`: its selected rows."""
-        self.pieces = list(pieces)
+        """`chosen`: selected rows of each piece. `stored`: state of the piece, (r, 1). `parts`: of
+        its selected rows, (k, 1).
+        """
+        self.chosen = list(chosen)
         self.stored = list(stored)
         self.parts = list(parts)
         self.skip = skip
@@ -464,11 +485,8 @@ class SaveSelected:
         """Write the state, but for rectangles of `skip`."""
         if in_dry_run():
             return
-        for i, (piece, stored, part) in enumerate(zip(self.pieces, self.stored, self.parts)):
-            if self.skip is not None:
-                old = stored.index_select(0, piece.chosen)
-                part = torch.where(self.skip.is_updated(i), part, old)
-            stored.index_copy_(0, piece.chosen, part)
+        new = [s.index_copy(0, k, part) for s, k, part in zip(self.stored, self.chosen, self.parts)]
+        copy_torch(self.stored, new, self.skip)
 
 
 AnyPack = Pack | PackByRule | PackSelected
