@@ -223,8 +223,8 @@ def others(arch: str, shared: int):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
         own = dict(groups="*i64", GROUPED=skips)
         fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
-        for sums in (False, True):
-            yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SUMS=sums))
+        for sums, feedback in ((False, False), (True, False), (False, True)):
+            yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SUMS=sums, FEEDBACK=feedback))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=0))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=1))
@@ -233,7 +233,10 @@ def others(arch: str, shared: int):
                 skip, **own, addresses=None, weight=None, update_momentum="i32")
             yield compile_for(arch, update._update_kernel, dict(
                 arguments, scales="*fp32", factors="*fp32", MOMENTA=momenta, DECAY=decay, SUMS=skips,
-                TYPE_4=TYPES["TYPE_2"]))
+                FEEDBACK=not skips, TYPE_4=TYPES["TYPE_2"]))
+        yield compile_for(arch, update._update_kernel, dict(
+            fresh, scales="*fp32", factors="*fp32", MOMENTA=True, DECAY=0, SUMS=False, FEEDBACK=False,
+            TYPE_4=TYPES["TYPE_2"]))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  programs="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, o_strides=ROW_MAJOR, v_strides=("i32", 1, 1),
                  x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0,
@@ -242,6 +245,9 @@ def others(arch: str, shared: int):
                   GROUPED=False,
                   guesses="*fp32", scales="*fp32", aim="fp32")
     cast, scales = norm._cast_kernel, norm._norm_kernel
+    sums = dict(X="*bf16", out="*fp32", R="i32", C="i32", BLOCK=1024)
+    yield compile_for(arch, rows._row_absolutes_kernel, sums)
+    yield compile_for(arch, rows._column_absolutes_kernel, sums | dict(blocks="i32", ROWS=32, COLUMNS=64))
     for kernel in (rows._moments_kernel, rows._norms_kernel, rows._normalize_kernel, cast, scales):
         yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", O="*bf16", X="*fp16"))
         if arch == "sm90":  # sizes of 1 are constants to the compiler

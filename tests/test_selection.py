@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import package, part, run_threads
+from tests.paths import quiet
+from tests.ranks import package, part, run_ranks, run_threads
+from tests.test_muon import take
 from tests.test_rule_protocol import factor, polar
 from tests.test_units import layouts, problem_of, stepped
 
@@ -139,3 +141,191 @@ def differences(layout, case, seeds, **more):
 @pytest.mark.parametrize("case", OPTIONS)
 def test_a_selection_has_the_same_bits_on_every_layout(case, layout, optimizer):
     assert differences(layout, case, range(2)) == []
+
+
+@pytest.mark.parametrize("option", ["overlap_backward", "overlap_forward", "capturable"])
+def test_options_leave_the_bits(option, optimizer):
+    assert differences("fsdp rows, uneven", "dion3", [200], **{option: True}) == []
+
+
+def planned(rank, world, layout, rule, options):
+    """[(shapes that are orthogonalized, bytes sent in, bytes sent out)] of each bucket, and the work of this rank."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh, placement = init_device_mesh("cpu", (world,)), {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
+    torch.manual_seed(0)
+    params = [nn.Parameter(distribute_tensor(torch.randn(s), mesh, [placement[layout]], src_data_rank=None))
+              for s in [(64, 128)] * 4]
+    muon = package().Muon(params, rule=rule, **options)
+    for p in params:
+        p.grad = p.detach().clone()
+    muon.step()
+    report = muon.plan_report()
+    rows = [(dict(r.matrices), r.sent_in_bytes, r.sent_out_bytes) for r in report.rows]
+    assert len(rows) == 1 and str(report)
+    return *rows[0], report.loads[rank], report.workspace
+
+
+@pytest.mark.parametrize("layout, options, part_of_in, part_of_out", [
+    ("rows", {"blocks": 4}, 0.25, 0.25),  # every rank selects from its rows
+    ("rows", {"blocks": 8}, 0.25, 0.25),
+    ("rows", {"blocks": 1}, 1, 1),  # owners select
+    ("rows", {"blocks": 4, "select": "column"}, 1, 1),
+    ("columns", {"blocks": 4, "select": "column"}, 0.25, 0.25),
+    ("copies", {"blocks": 1}, 1, 0.25),
+])
+def test_products_and_traffic_shrink(layout, options, part_of_in, part_of_out, optimizer):
+    muon = run_threads(4, planned, layout, "muon", {})
+    ours = run_threads(4, planned, layout, "dion2", {"fraction": 0.25, **options})
+    shape = (64, 32) if options.get("select") == "column" else (16, 128)
+    for (_, sent_in, sent_out, load, _), (found, ours_in, ours_out, less, _) in zip(muon, ours):
+        assert found == {shape: 4}
+        assert (ours_in, ours_out) == (sent_in * part_of_in, sent_out * part_of_out) and ours_out
+        assert less < 0.5 * load
+
+
+def resharded(rank, world, rule, options):
+    """A state dict of rows, gathered, loaded for columns and stepped on: the whole weights of both, after the steps."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    generator = torch.Generator().manual_seed(0)
+    W, G = torch.randn(9, 7, generator=generator), torch.randn(4, 9, 7, generator=generator)
+
+    class Model(nn.Module):
+        def __init__(self, full, dim):
+            super().__init__()
+            self.w = nn.Parameter(distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None))
+            self.muon = package().Muon(self.named_parameters(), lr=LR, rule=rule, **options)
+
+        def steps(self, some):
+            for g in some:
+                self.w.grad = distribute_tensor(g, mesh, self.w.placements, src_data_rank=None)
+                self.muon.step()
+            return self.w.detach().full_tensor()
+
+    model, whole = Model(W, 0), StateDictOptions(full_state_dict=True)
+    middle = model.steps(G[:2])
+    saved = get_optimizer_state_dict(model, model.muon, options=whole)
+    saved = {key: value.copy() if isinstance(value, dict) else value for key, value in saved.items()}
+    other = Model(middle, 1)
+    other.muon.init_state()
+    set_optimizer_state_dict(other, other.muon, saved, options=whole)
+    assert other.muon.param_groups[0]["fraction"] == options["fraction"]
+    return model.steps(G[2:]), other.steps(G[2:]), middle
+
+
+@pytest.mark.parametrize("rule", ["dion2", "dion3"])
+def test_state_goes_to_another_sharding(rule, optimizer):
+    for ours, theirs, middle in run_ranks(3, resharded, rule, {"fraction": 0.5, "blocks": 3}):
+        assert torch.equal(ours, theirs) and not torch.equal(ours, middle)
+
+
+# options -----------------------------------------------------------------------------------------------------------
+
+def test_a_change_of_an_option_plans_anew(optimizer):
+    """As in an optimizer that had the value from the start and was given the state."""
+    torch.manual_seed(0)
+    W, G = torch.randn(8, 12), torch.randn(3, 8, 12)
+    p, q = nn.Parameter(W.clone()), nn.Parameter(W.clone())
+    ours = optimizer.Muon([p], rule="dion2", fraction=0.25)
+    ours.param_groups[0]["lr"] = LR
+    p.grad = G[0].clone()
+    ours.step()
+    for value, gradient in ((0.5, G[1]), (0.75, G[2])):
+        ours.param_groups[0]["fraction"] = value
+        with torch.no_grad():
+            q.copy_(p)
+        theirs = optimizer.Muon([q], lr=LR, rule="dion2", fraction=value)
+        theirs.load_state_dict(ours.state_dict())
+        p.grad, q.grad = gradient.clone(), gradient.clone()
+        ours.step()
+        theirs.step()
+        assert torch.equal(p, q)
+        assert dict(ours.plan_report().rows[0].matrices) == {(8 * value, 12): 1}
+
+
+def test_options_are_arguments_and_keys_of_groups(optimizer):
+    def make(*groups, **options):
+        groups = [{"params": [nn.Parameter(torch.ones(4, 3))], **group} for group in groups]
+        return [g for g in optimizer.Muon(groups, **options).param_groups]
+
+    first, second, third = make({}, {"blocks": 2}, {"rule": "muon"}, rule="dion2", fraction=0.5)
+    assert (first["fraction"], first["select"], first["blocks"]) == (0.5, "short", 1)
+    assert (second["fraction"], second["blocks"]) == (0.5, 2) and "fraction" not in third
+    assert make({}, rule="normuon", beta2=0.9)[0]["beta2"] == 0.9
+    assert make({"rule": "dion3"}, rule="dion2", fraction=0.5)[0]["fraction"] == 0.25
+    with pytest.raises(TypeError, match="fraction"):
+        make({}, fraction=0.5)
+
+
+@pytest.mark.parametrize("key, value, text", [
+    ("fraction", 0, r"fraction=0 must be a number > 0 and <= 1"), ("fraction", True, "fraction=True must be"),
+    ("fraction", "0.5", "fraction='0.5' must be"), ("fraction", math.nan, "fraction=nan must be"),
+    ("blocks", 0, "blocks=0 must be an int >= 1"), ("blocks", 2.0, r"blocks=2.0 must be an int >= 1"),
+    ("select", "rows", "select='rows' must be one of .*'short', 'row', 'column'"),
+    ("momentum_form", "sum", "momentum_form='sum' with rule='dion2'.*error feedback"),
+])
+def test_wrong_options_are_refused(key, value, text, optimizer):
+    with pytest.raises(ValueError, match=text):
+        optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule="dion2", **{key: value})
+
+
+# kernels -----------------------------------------------------------------------------------------------------------
+
+@quiet
+@pytest.mark.interpreter
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_kernels_of_error_feedback_have_the_bits_of_torch(skips, device, monkeypatch):
+    shapes, table = [(3, 5), (1, 7), (0, 4), (40, 16)], part("kernels.elementwise.multi_tensor")
+    group = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9}
+    numbers = torch.tensor(part("rules.rule").device_scalars(group) * 2, device=device)
+    numbers[table.NUMBERS:] *= 0.5
+    start, M, G, O = ([torch.randn(s, device=device) for s in shapes] for _ in range(4))
+    for o in O:
+        o[::2] = -0.0
+        o[1::2, ::3] = 0.0
+    sources = [table.Source(i, 0, tuple(g.stride())) for i, g in enumerate(G)]
+    addresses = torch.tensor([g.data_ptr() for g in G], device=device)
+    skip = table.Skip(torch.tensor([0.0, 1.0, 0.0, 0.0], device=device), (0, 1, 2, 3)) if skips else None
+    results = []
+    for path in ("torch", "triton"):
+        take(path, monkeypatch)
+        W, momentum = ([t.clone() for t in some] for some in (start, M))
+        U = [torch.full_like(m, math.nan) for m in M]
+        pack = part("kernels.elementwise.momentum").Pack(
+            momentum, U, sources, G, skip, [0, 1, 0, 1], feedback=True)
+        pack(G, addresses, numbers[4:], False, False)
+        assert all(map(torch.equal, momentum, M))
+        update = part("kernels.elementwise.weight_update").WeightUpdate(
+            W, O, [0.5] * len(W), skip, momentum, sources, G, [0, 1, 0, 1], feedback=True)
+        update(numbers, G, addresses, numbers[4:])
+        results.append(W + momentum + U)
+    assert all(map(torch.equal, *results))
+    for i, (m, u, old, g) in enumerate(zip(results[0][4:8], results[0][8:], M, G)):
+        new = old if skips and i == 1 else old + g * (0.1 if i % 2 == 0 else 0.05)
+        torch.testing.assert_close(u, new)
+        decay = torch.ones(len(m), 1, device=device)
+        decay[1::2] = 1.0 if skips and i == 1 else 0.9 if i % 2 == 0 else 0.45
+        torch.testing.assert_close(m, new * decay)
+
+
+@quiet
+@pytest.mark.parametrize("per", ["row", "column"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 7, 50), (3, 40, 16), (2, 0, 3)], ids=str)
+def test_sums_of_a_shard_have_the_bits_of_the_matrix(shape, per, path, device, monkeypatch):
+    norms = part("kernels.elementwise.norms")
+    for name, size in (("BLOCK", 16), ("ROWS", 4), ("COLUMNS", 8)):
+        monkeypatch.setattr(norms, name, size)
+    X = torch.randn(shape, device=device)
+    dim = 2 if per == "row" else 1
+    found = norms.absolute_sums(X, per)
+    torch.testing.assert_close(found, X.double().abs().sum(dim, keepdim=True).float())
+    for shard, sums in zip(X.tensor_split(3, 3 - dim), found.tensor_split(3, 3 - dim)):
+        for i in range(len(X)):
+            assert torch.equal(norms.absolute_sums(shard[i:i + 1].contiguous(), per), sums[i:i + 1])

@@ -270,16 +270,9 @@ class BoundUpdate(BucketUpdate):
             self.phases.bind(wide, self._scale(matrices[0]), self._group_offsets(matrices))
             for wide, matrices in zip(stacks.wide, stacks.matrices)
         ]
-        # Parts of stacks that are selected here, at the owner
+        # Parts of stacks that are selected here, at the owner; None: the whole is iterated
         self.parts = [
-            SelectedStack(
-                stack,
-                part,
-                self.selection.axis(*stack.shape[1:]),
-                self.selection.blocks_of(stack.shape[1:][self.selection.axis(*stack.shape[1:])]),
-            )
-            if part is not None
-            else None
+            None if part is None else SelectedStack(stack, part, self.selection)
             for stack, part in zip(stacks.inputs, stacks.selected)
         ]
         inputs, outputs = (

@@ -22,7 +22,7 @@ from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
-from ..newton_schulz.selection import Block, choose, gather, scatter
+from ..newton_schulz.selection import Block, Selection, choose, gather, scatter
 from .rule import Numbers, Rule, Units, overrides, rule_name, writes_weights
 
 Stack = torch.Tensor | ScatteredRows
@@ -335,16 +335,12 @@ class WeightUpdateByRule:
 class SelectedStack:
     """A stack of whole matrices at their owner, and the part of it that Newton-Schulz takes."""
 
-    def __init__(
-        self, whole: torch.Tensor, part: torch.Tensor, axis: int, blocks: list[Block]
-    ) -> None:
-        """`whole`: (N, R, C). `part`: (N, k, C) with `axis` 0, (N, R, k) with 1. `blocks`: see
-        `choose`.
-        """
+    def __init__(self, whole: torch.Tensor, part: torch.Tensor, selection: Selection) -> None:
+        """`whole`: (N, R, C). `part`: (N, k, C) if rows are selected, (N, R, k) if columns are."""
         self.whole = whole
         self.part = part
-        self.axis = axis
-        self.blocks = blocks
+        self.axis = selection.axis(*whole.shape[1:])
+        self.blocks = selection.blocks_of(whole.shape[1 + self.axis])
         self.chosen: torch.Tensor | None = None  # (N, k), between `select` and `write`
 
     def select(self) -> None:
