@@ -137,10 +137,28 @@ def differences(layout, case, seeds, **more):
     return [wrong for found in results for wrong in found]
 
 
-@pytest.mark.parametrize("layout", layouts())
-@pytest.mark.parametrize("case", OPTIONS)
-def test_a_selection_has_the_same_bits_on_every_layout(case, layout, optimizer):
-    assert differences(layout, case, range(2)) == []
+# Each layout with state, and with one of the others in turn. On each, some matrices are selected from at their owners,
+# and on most, some where they are stored
+CASES = [(layout, case) for i, layout in enumerate(layouts()) for case in {[*OPTIONS][i % 4]: 0, "dion3": 0}]
+
+
+@pytest.mark.parametrize("layout, case", CASES)
+def test_a_selection_has_the_same_bits_on_every_layout(layout, case, optimizer):
+    assert differences(layout, case, range(1)) == []
+
+
+def test_matrices_are_selected_from_at_owners_and_where_they_are_stored(optimizer, monkeypatch):
+    select, found = part("planning.planner").select, set()
+
+    def noted(layouts, selection, may_send_parts):
+        made = select(layouts, selection, may_send_parts)
+        found.update((axis, layout.at_source) for layout in made for axis in layout.axes)
+        return made
+
+    monkeypatch.setattr(part("planning.planner"), "select", noted)
+    for case in ("dion2, rows", "dion2, columns"):
+        assert differences("fsdp rows", case, [1]) == []
+    assert found == {(axis, at_source) for axis in (0, 1) for at_source in (False, True)}
 
 
 @pytest.mark.parametrize("option", ["overlap_backward", "overlap_forward", "capturable"])
@@ -212,7 +230,6 @@ def resharded(rank, world, rule, options):
     model, whole = Model(W, 0), StateDictOptions(full_state_dict=True)
     middle = model.steps(G[:2])
     saved = get_optimizer_state_dict(model, model.muon, options=whole)
-    saved = {key: value.copy() if isinstance(value, dict) else value for key, value in saved.items()}
     other = Model(middle, 1)
     other.muon.init_state()
     set_optimizer_state_dict(other, other.muon, saved, options=whole)
