@@ -4,6 +4,7 @@ of one process, and plans of the smaller matrices.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -148,17 +149,29 @@ def test_a_selection_has_the_same_bits_on_every_layout(layout, case, optimizer):
 
 
 def test_matrices_are_selected_from_at_owners_and_where_they_are_stored(optimizer, monkeypatch):
+    """And neither takes more memory than planned."""
     select, found = part("planning.planner").select, set()
+    rank_plan_of, counted = part("planning.planner").rank_plan_of, []
 
     def noted(layouts, selection, may_send_parts):
         made = select(layouts, selection, may_send_parts)
         found.update((axis, layout.at_source) for layout in made for axis in layout.axes)
         return made
 
+    def bounded(bucket, rank, matrices, state, inputs):
+        plan = rank_plan_of(bucket, rank, matrices, state, dataclasses.replace(inputs, rank_bytes=None))
+        taken = plan.workspace_layout()[1]
+        counted.append(bucket)
+        assert all(ours <= most for ours, most in zip(taken.values(), bucket.memory))
+        return rank_plan_of(bucket, rank, matrices, state, inputs)
+
+    monkeypatch.setattr(part("planning.planner"), "rank_plan_of", bounded)
     monkeypatch.setattr(part("planning.planner"), "select", noted)
     for case in ("dion2, rows", "dion2, columns"):
         assert differences("fsdp rows", case, [1]) == []
+    assert differences("one process", "dion2, columns", [5]) == []  # of some, all columns are selected
     assert found == {(axis, at_source) for axis in (0, 1) for at_source in (False, True)}
+    assert len(counted) > 4
 
 
 @pytest.mark.parametrize("option", ["overlap_backward", "overlap_forward", "capturable"])
@@ -265,6 +278,23 @@ def test_a_change_of_an_option_plans_anew(optimizer):
         theirs.step()
         assert torch.equal(p, q)
         assert dict(ours.plan_report().rows[0].matrices) == {(8 * value, 12): 1}
+
+
+def test_groups_with_options_of_their_own(optimizer):
+    """As in optimizers of their own, also where groups are stepped together."""
+    torch.manual_seed(0)
+    W = [torch.randn(10, 8) for _ in range(4)]
+    own = [{"fraction": 0.3}, {"fraction": 0.6, "lr": 0.1}, {"fraction": 0.3, "lr": 0.2}, {"select": "row"}]
+    params, others = ([nn.Parameter(w.clone()) for w in W] for _ in range(2))
+    together = optimizer.Muon([{"params": [p], **group} for p, group in zip(params, own)], rule="dion2")
+    apart = [optimizer.Muon([{"params": [p], **group}], rule="dion2") for p, group in zip(others, own)]
+    for _ in range(3):
+        for p, q, one in zip(params, others, apart):
+            p.grad = torch.randn(10, 8)
+            q.grad = p.grad.clone()
+            one.step()
+        together.step()
+    assert all(map(torch.equal, params, others))
 
 
 def test_options_are_arguments_and_keys_of_groups(optimizer):

@@ -221,9 +221,8 @@ class MemoryModel:
         self.route = route
         self.ranks = ranks
         self.layouts = layouts  # by number of the parameter
-        # By number of a form: (layout, shape of a unit, shape of its part that is orthogonalized,
-        # its scratch, bytes of its largest stored piece of which a part is sent, *results of
-        # `_pieces`)
+        # By number of a form: (layout, shape of a unit, shape of the part that the owner selects or
+        # None, scratch of what is iterated, result of `_unselected_bytes`, *results of `_pieces`)
         self.forms: list[tuple] = []
         # (id of a layout, unit), and (id of a layout, shape, pieces) -> number of the form
         self.numbers: dict[tuple, int] = {}
@@ -261,14 +260,14 @@ class MemoryModel:
         """
         if (id(layout), unit) not in self.numbers:
             shape = layout.unit_shapes[unit]
-            iterated = layout.selected_shapes[unit] or shape
+            selected = layout.selected_shapes[unit]
             unselected = self._unselected_bytes(layout, unit)
             sizes = self._pieces(layout, unit)
-            form = id(layout), shape, tuple(sizes[0].items()), iterated, unselected
+            form = id(layout), shape, tuple(sizes[0].items()), selected, unselected
             if form not in self.numbers:
                 self.numbers[form] = len(self.forms)
-                scratch = self.scratch(*iterated)
-                self.forms.append((layout, shape, iterated, scratch, unselected, *sizes))
+                scratch = self.scratch(*(selected or shape))
+                self.forms.append((layout, shape, selected, scratch, unselected, *sizes))
             self.numbers[id(layout), unit] = self.numbers[form]
         return self.numbers[id(layout), unit]
 
@@ -321,15 +320,15 @@ class MemoryModel:
         """Return the footprint of a matrix of form `number` at `owner`."""
         if (owner, number) in self.footprints:
             return self.footprints[owner, number]
-        layout, shape, iterated, scratch, unselected, *sizes = self.forms[number]
+        layout, shape, selected, scratch, unselected, *sizes = self.forms[number]
         pieces, largest, whole, distinct, partition = sizes
         key, long, square = scratch
         R, C = shape
         numel, others = R * C * self.element, len(self.ranks) - 1
         inbound = outbound = return_buffer = leaves = replica = returns = 0
         held, until_apply = numel + ALIGNMENT, self.inputs.wide_bytes(R, C) + ALIGNMENT
-        if iterated != shape:
-            held += math.prod(iterated) * self.element + ALIGNMENT
+        if selected:
+            held += math.prod(selected) * self.element + ALIGNMENT
         if self.route == "reduce":
             # Every rank sends a whole gradient, the owner included. The mean is in fp32.
             until_apply += 4 * (R * C + ALIGNMENT)
@@ -413,7 +412,8 @@ class MemoryModel:
         at_owners, _, leaves, returns, _ = self._together(taken)
         counts = defaultdict(Counter)  # owner -> shape -> number of matrices
         for (owner, number), count in taken.items():
-            counts[owner][self.forms[number][2]] += count
+            _, shape, selected, *_ = self.forms[number]
+            counts[owner][selected or shape] += count
         inbound, outbound, _, held, _ = (max(nbytes) for nbytes in zip(*at_owners.values()))
         travels = self.route != "local"
         before, at_owner, after = ELEMENT_BYTES[self.route]
