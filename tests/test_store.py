@@ -322,7 +322,7 @@ def rank_plan_with(needs):
     rank_plan = part("planning.rank_plan")
     travel = rank_plan.AllToAllPlan({}, {}, (), (), ())
     uses = ("leave", "return", "kept", "arrive", "scratch_a", "scratch_b", "wide", "until_apply", "gram_scratch",
-            "stack", "mean")
+            "stack", "mean", "selected", "unselected")
     return rank_plan.RankPlan((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
 
 
