@@ -101,8 +101,8 @@ class Muon(StateDictMethods):
         up or down at random, so that many small updates move a weight as far as in fp32
         (docs/memory.md). Equal bits on all layouts; `state_dict` keeps seed and count of steps.
     rule (None): what a step computes, in groups without a key `rule`: a name of docs/rules.md or a
-        subclass of `Rule`. Options of the rule are keys of groups. None: "muon", in `NorMuon`
-        "normuon".
+        subclass of `Rule`. Options of the rule are keys of groups, and arguments beside `rule`.
+        None: "muon", in `NorMuon` "normuon".
     adamw_betas ((0.9, 0.95)), adamw_eps (1e-8): defaults of `betas` and `eps` in AdamW groups.
     process_group (None): ranks with copies of plain (non-DTensor) parameters, or a 1-D DeviceMesh.
         The ranks split the work. None: every process steps plain parameters alone. A group may have
@@ -166,6 +166,7 @@ class Muon(StateDictMethods):
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
+        rule_options = check.take_options(rule, options)
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._rule = rule
@@ -173,6 +174,7 @@ class Muon(StateDictMethods):
         require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
         check_seed("rounding_seed", rounding_seed)
         self._rounding = rounding, rounding_seed
+        self._rule_options = rule_options
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
         self._options.check(group_has_ranks=has_process_group(params))
@@ -229,6 +231,7 @@ class Muon(StateDictMethods):
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
         self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys
+        self._rule_options: dict[str, object] = {}  # of `_rule`, for groups without these keys
 
     def _attach_clip(self) -> None:
         """Give `qk_clip` the parameters. Raises TypeError or ValueError if that is impossible."""
@@ -298,7 +301,7 @@ class Muon(StateDictMethods):
         """
         if validation.is_adamw(group):
             return
-        check.adopt(group, self._rule, validation.GROUP_KEYS)
+        check.adopt(group, self._rule, validation.GROUP_KEYS, self._rule_options)
         adopt_rounding(group, *self._rounding)
         if is_corrected(group):
             group.setdefault(STEPS_KEY, 0)

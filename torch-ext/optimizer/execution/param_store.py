@@ -77,6 +77,8 @@ class Store:
         self.flattened = [i for i, split in enumerate(self.splits) if split.view == "flatten"]
         # By kind of a piece
         self.layouts = {**plan.state_layouts, "matrix": plan.layouts, "weight": plan.layouts}
+        # Layouts of pieces of which only parts are sent, by kind of a piece
+        self.selected = plan.selected
         # Parameter index -> copies of AdamW's step count, see `add_step_copy`
         self.step_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.device = local_of(plan.params[0]).device
@@ -269,6 +271,18 @@ class Store:
             index = index * layout.unit_count + piece.matrix.unit
         return self.flag_offset[piece.matrix.param] + index
 
+    def selects_from(self, piece: Piece) -> bool:
+        """Whether `piece` is the part of a stored piece that this rank selects."""
+        layouts = self.selected.get(piece.kind)
+        return layouts is not None and layouts[piece.matrix.param].at_source
+
+    def stored_shape(self, piece: Piece) -> tuple[int, int]:
+        """(rows, columns) of a piece as stored: views of the store have this shape."""
+        if not self.selects_from(piece):
+            return piece.shape
+        layout = self.selected[piece.kind][piece.matrix.param]
+        return layout.whole_shape(self.rank, piece.matrix.unit, piece.start)
+
     def all_of(self, number: int) -> list[torch.Tensor]:
         """Local tensors of a parameter: weight, all state, and copies of the step count."""
         param = self.params[number]
@@ -303,7 +317,7 @@ class Store:
         box = layout.boxes[self.rank]
         # Leading indices (experts) are global; the shard may begin at any of them
         matrix = local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
-        return matrix[layout.place_of(self.rank, piece.start, piece.shape)]
+        return matrix[layout.place_of(self.rank, piece.start, self.stored_shape(piece))]
 
 
 def _zeros(param: torch.Tensor) -> torch.Tensor:

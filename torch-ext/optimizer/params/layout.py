@@ -69,6 +69,16 @@ class Layout:
         """(rows, columns) of each unit."""
         return [self.shape[-2:]] if self.cut_into is None else self.cut_into.shapes()
 
+    @property
+    def selected_shapes(self) -> list[tuple[int, int] | None]:
+        """Shape of the part of each unit that its owner selects; None: the whole unit."""
+        return [None] * self.unit_count
+
+    @property
+    def whole_shapes(self) -> list[tuple[int, int]]:
+        """(rows, columns) of each unit as stored."""
+        return self.unit_shapes
+
     def as_matrices(
         self, split: Split, param_shape: Sequence[int] | None = None, per: str = "element"
     ) -> Layout:

@@ -30,10 +30,25 @@ SHAPE = 3, 6, 4  # of the stack of the trial
 PACKAGE = __name__.rsplit(".", 2)[0]
 
 
-def adopt(group: dict[str, Any], default: str | type[Rule] | None, taken: Collection[str]) -> None:
+def take_options(rule: object, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of a rule, a name or a class of rules, from the arguments of an optimizer,
+    and return them. Another `rule` has none: `adopt` refuses it.
+    """
+    known = RULES.get(rule) if isinstance(rule, str) else rule
+    options = getattr(known, "options", {})
+    return {key: arguments.pop(key) for key in [key for key in options if key in arguments]}
+
+
+def adopt(
+    group: dict[str, Any],
+    default: str | type[Rule] | None,
+    taken: Collection[str],
+    options: Mapping[str, Any] | None = None,
+) -> None:
     """Replace `rule` of a new Muon group, a name or a class of rules, by its name, and add the
     rule's options with their defaults; in place. `default`: of the optimizer; with None a group
-    without the key stays without it.
+    without the key stays without it. `options`: defaults of the optimizer for groups with the rule
+    `default`.
 
     `taken`: keys that groups have without a rule. Raises TypeError or ValueError for anything else
     and for a wrong class. A class that an optimizer of this process has had is known by its name.
@@ -56,7 +71,12 @@ def adopt(group: dict[str, Any], default: str | type[Rule] | None, taken: Collec
             "your own, a subclass of Rule"
         )
     group["rule"] = given
-    for key, value in RULES[given].options.items():
+    defaults = RULES[given].options
+    if isinstance(default, type):
+        default = rule_name(default)
+    if given == default:
+        defaults = {**defaults, **(options or {})}
+    for key, value in defaults.items():
         group.setdefault(key, copy.deepcopy(value))
 
 

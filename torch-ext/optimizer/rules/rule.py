@@ -53,6 +53,7 @@ import torch
 
 from ..kernels.elementwise.weight_update import ALL
 from ..newton_schulz import coefficients
+from ..newton_schulz.selection import Selection
 from ..params.units import WHOLE, Split
 from .decay import INITIAL_KEY, form_of, rate_of
 from .elementwise import elementwise_of, step_size
@@ -163,6 +164,8 @@ class Rule:
     write_factors: ClassVar[tuple[str, ...]] = ()
     # Whether a fused rule also takes stacks of scattered rows, see [Note: direct matrices]
     takes_scattered_rows: ClassVar[bool] = False
+    # Of `options`: those that plans depend on, see `selection` and `sends_signs`
+    planned: ClassVar[tuple[str, ...]] = ()
     # Of built-in rules: whether the key `nesterov` is read; whether lr is multiplied by the option
     # `radius`; `adjust_lr_fn` in place of the group's
     has_nesterov: ClassVar[bool] = True
@@ -174,6 +177,14 @@ class Rule:
         """Raise ValueError for a wrong value of an option in a group; by default nothing is
         checked.
         """
+
+    @classmethod
+    def selection(cls, group: Mapping[str, Any]) -> Selection | None:
+        """Return which part of each matrix of a group is orthogonalized; None: the whole. Only of
+        fused rules without `before` and with state per row or without state. The momentum is then
+        that of `Pack` with `feedback`.
+        """
+        return None
 
     def __repr__(self) -> str:
         """Return the name, equal on all ranks: ranks order groups by it."""
@@ -242,6 +253,11 @@ def reads_gradients(rule: Rule) -> bool:
     return writes_weights(rule) and not rule.fused
 
 
+def selection_of(group: Mapping[str, Any]) -> Selection | None:
+    """Return which part of each matrix of a group is orthogonalized; None: the whole."""
+    return rule_of(group).selection(group) if group["use_muon"] else None
+
+
 def changes_at_lr_0(rule: Rule) -> bool:
     """Whether a step with lr 0 and gradients of zero may change weights or state of a rule. State
     of fused rules stays zero in such a step.
@@ -251,6 +267,8 @@ def changes_at_lr_0(rule: Rule) -> bool:
 
 # Name -> rule, of built-in rules and of all classes that an optimizer of the process was given
 RULES: dict[str, Rule] = {}
+# Options of all of `RULES` that plans depend on
+PLANNED_OPTIONS: set[str] = set()
 # State key -> State, of all of `RULES` and `ELEMENTWISE`
 STATES: dict[str, State] = {
     "momentum_buffer": State("momentum_buffer"),
@@ -301,6 +319,7 @@ def register(rule: type[Rule]) -> type[Rule]:
             )
     STATES.update({state.key: state for state in rule.state})
     RULES[name] = rule()
+    PLANNED_OPTIONS.update(rule.planned)
     return rule
 
 
