@@ -158,12 +158,12 @@ def test_matrices_are_selected_from_at_owners_and_where_they_are_stored(optimize
         found.update((axis, layout.at_source) for layout in made for axis in layout.axes)
         return made
 
-    def bounded(bucket, rank, matrices, state, inputs):
-        plan = rank_plan_of(bucket, rank, matrices, state, dataclasses.replace(inputs, rank_bytes=None))
+    def bounded(bucket, rank, layouts, state_layouts, inputs):
+        plan = rank_plan_of(bucket, rank, layouts, state_layouts, dataclasses.replace(inputs, rank_bytes=None))
         taken = plan.workspace_layout()[1]
         counted.append(bucket)
         assert all(ours <= most for ours, most in zip(taken.values(), bucket.memory))
-        return rank_plan_of(bucket, rank, matrices, state, inputs)
+        return rank_plan_of(bucket, rank, layouts, state_layouts, inputs)
 
     monkeypatch.setattr(part("planning.planner"), "rank_plan_of", bounded)
     monkeypatch.setattr(part("planning.planner"), "select", noted)

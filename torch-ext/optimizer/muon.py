@@ -169,12 +169,11 @@ class Muon(StateDictMethods):
         rule_options = check.take_options(rule, options)
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
-        self._rule = rule
+        self._rule, self._rule_options = rule, rule_options
         is_known = isinstance(rounding, str) and rounding in ROUNDINGS
         require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
         check_seed("rounding_seed", rounding_seed)
         self._rounding = rounding, rounding_seed
-        self._rule_options = rule_options
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
         self._options.check(group_has_ranks=has_process_group(params))
