@@ -376,7 +376,8 @@ def bound_on_rank(rank, world, route):
         bucket, rank, *layouts_of(store), part("planning.memory_model").PlanInputs(2, ROWS)
     )
     memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in rank_plan.use_bytes.items()}
-    made = part("execution.workspace").Stacks(rank_plan, memory, torch.bfloat16, {"second_moment": ("row", torch.float32)})
+    wide = {"second_moment": ("row", torch.float32)}
+    made = part("execution.workspace").Stacks(rank_plan, memory, torch.bfloat16, wide)
     stacks, rows, views = made.inputs, [wide["second_moment"] for wide in made.wide], made.input_view
     assert sum(s.shape[0] for s in stacks) == len(rank_plan.matrices) and set(views) == set(rank_plan.owned)
     for i, tensor in enumerate([*stacks, *rows]):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .memory_model import ALIGNMENT, ChunkPlanInputs, PlanInputs, sent_kind, split_workspace
+from .memory_model import ALIGNMENT, ChunkPlanInputs, PlanInputs, never, sent_kind, split_workspace
 from .plan import OWNER_STATE_ROUTES, Bucket, Matrix
 
 if TYPE_CHECKING:
@@ -211,9 +211,10 @@ def rank_plan_of(
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
     # Of unreduced gradients the owner's own goes through the buffer too: the mean is one reduction
     # over equal splits
-    inbound = plan_all_to_all(
-        sources, ("stored_at", "owner"), rank, bucket.ranks, inputs.itemsizes, with_self=reduce
-    )
+    # Room for numbers that return with O: O of direct matrices leaves from where U arrived
+    has_room = inputs.supports_scattered_rows is not never and not reduce
+    room = [p for p in sent if p.is_source and has_room]
+    inbound = _inbound(sources + room, rank, bucket.ranks, inputs, reduce)
     outbound = plan_all_to_all(
         exchanged + sent, ("owner", "stored_at"), rank, bucket.ranks, inputs.itemsizes, inputs.once
     )
@@ -436,6 +437,21 @@ def sent_piece(p: Piece, name: str, per: str) -> Piece:
 def is_sent(p: Piece) -> bool:
     """Whether a piece is one of numbers on the way from the owner, see `sent_piece`."""
     return p.kind.startswith(sent_kind(""))
+
+
+def _inbound(
+    pieces: Iterable[Piece], rank: int, ranks: tuple[int, ...], inputs: PlanInputs, with_self: bool
+) -> AllToAllPlan:
+    """Return the all-to-all to the owners. Numbers of the way back among `pieces` take up room, and
+    are not sent.
+    """
+    ends = "stored_at", "owner"
+    made = plan_all_to_all(pieces, ends, rank, ranks, inputs.itemsizes, with_self=with_self)
+    leave, arrive = (
+        {p: offset for p, offset in offsets.items() if not is_sent(p)}
+        for offsets in (made.leave, made.arrive)
+    )
+    return replace(made, leave=leave, arrive=arrive)
 
 
 def plan_all_to_all(
