@@ -55,14 +55,15 @@ class Phases:
         return PackByRule(self._update, *arguments)
 
     def weight_update(
-        self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **decay: Any
+        self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **forms: Any
     ) -> AnyWeightUpdate:
         """Bind phase 3; `sent`: numbers for each rectangle, then arguments of `WeightUpdate`.
-        `decay`: its arguments `decay` and `initial`; rules that write weights have one form.
+        `forms`: further arguments of `WeightUpdate`, the forms of decay, momentum and rounding;
+        rules that write weights have one form.
         """
         rule = self.rule
-        # Validation has refused both, but a group may have changed in between
-        has_form = decay.get("sums") or decay.get("decay", ALL) != ALL or decay.get("rounding")
+        # Validation has refused these forms, but a group may have changed in between
+        has_form = forms.get("sums") or forms.get("decay", ALL) != ALL or forms.get("rounding")
         if writes_weights(rule) and has_form:
             raise ValueError(
                 f"rule {rule_name(type(rule))!r} has no other form of decay, momentum or rounding"
@@ -70,9 +71,9 @@ class Phases:
         if rule.fused:
             keys = zip(("factors", "keeps"), rule.write_factors)
             factors = {key: [one[name] for one in sent] for key, name in keys}
-            return WeightUpdate(*arguments, **decay, **factors)
+            return WeightUpdate(*arguments, **forms, **factors)
         if not writes_weights(rule):
-            return WeightUpdate(*arguments, **decay)
+            return WeightUpdate(*arguments, **forms)
         return WeightUpdateByRule(self._write, self._update, sent, *arguments)
 
     def _update(
