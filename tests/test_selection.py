@@ -376,3 +376,42 @@ def test_sums_of_a_shard_have_the_bits_of_the_matrix(shape, per, path, device, m
     for shard, sums in zip(X.tensor_split(3, 3 - dim), found.tensor_split(3, 3 - dim)):
         for i in range(len(X)):
             assert torch.equal(sums_of.absolute_sums(shard[i:i + 1].contiguous(), per), sums[i:i + 1])
+
+
+def skipped(rank, world, rule, options):
+    """Whether weight and state of a matrix with a NaN are as before the step, and all others finite."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh, generator = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
+
+    def random():
+        return distribute_tensor(torch.randn(12, 8, generator=generator), mesh, [Shard(0)], src_data_rank=None)
+
+    params = [nn.Parameter(random()) for _ in "12"]
+    optimizer = package().Muon(params, rule=rule, nonfinite="skip", **options)
+    for step in range(3):
+        for p in params:
+            p.grad = random()
+        if step == 1 and rank == 1:
+            params[0].grad.to_local()[2, 3] = math.nan
+        held = [t.full_tensor().clone() for t in (params[0].detach(), *optimizer.state[params[0]].values())]
+        optimizer.step()
+        now = [t.full_tensor() for t in (params[0].detach(), *optimizer.state[params[0]].values())]
+        if step == 1 and not all(map(torch.equal, held, now)):
+            return False
+    return all(t.full_tensor().isfinite().all() for p in params for t in (p.detach(), *optimizer.state[p].values()))
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("rule", ["dion2", "dion3"])
+def test_a_nan_leaves_weight_and_state_of_all_rows(rule, blocks, optimizer):
+    options = {"blocks": blocks} | ({"select": "row"} if rule == "dion2" else {})
+    assert run_threads(4, skipped, rule, options) == [True] * 4
+
+
+def test_minus_zero_marks_unselected_elements_only(optimizer):
+    """Also where O itself is -0.0."""
+    selection = part("newton_schulz.selection")
+    whole, chosen = torch.empty(1, 4, 3), torch.tensor([[1, 3]])
+    selection.scatter(torch.full((1, 2, 3), -0.0), 0, chosen, whole)
+    assert (whole == 0).all() and torch.signbit(whole)[0].any(1).tolist() == [True, False, True, False]

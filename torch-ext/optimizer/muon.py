@@ -421,15 +421,14 @@ class Muon(StateDictMethods):
                 hook.on_error()
             raise
         self._half_way = False
-        if bound.inputs.draws and not creates_state:
-            count_drawn(self.param_groups)
         self._preparation.process_groups.end_step()
         bound.inputs.drop_gradients()
         if bound.nonfinite is not None:
             self._count_skipped(bound.nonfinite, found_inf is None)
-        # A step that creates state changes nothing
-        if bound.counting and not bound.missing.only_counts:
+        # Other groups have no counts. A step that only creates state is not counted
+        if (bound.counting or bound.inputs.draws) and bound.missing.has_stepped():
             count_momentum(bound.counting)
+            count_drawn(self.param_groups if bound.inputs.draws else ())
 
     def _read_groups(self) -> None:
         """Check and follow values that schedules wrote into groups; ValueError names the group."""

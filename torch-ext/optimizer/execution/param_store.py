@@ -233,12 +233,9 @@ class Store:
         """
         found = []
         for p in pieces:
-            *leading, R, C = self.layouts["matrix"][p.matrix.param].shape
-            number = 0
-            for size, index in zip(leading, p.matrix.at):
-                number = number * size + index
-            first = (number * R + p.start[0]) * C + p.start[1]
-            found.append(Positions(first + self.firsts[p.matrix.param], p.shape, C))
+            R, C = self.layouts["matrix"][p.matrix.param].shape[-2:]
+            first = (self._number_of(p) * R + p.start[0]) * C + p.start[1]
+            found.append(Positions(first + self.firsts[p.matrix.param], self.stored_shape(p), C))
         return found
 
     @functools.cached_property
@@ -262,14 +259,18 @@ class Store:
         """Index in `flags` of a piece's matrix (row-major over leading dims, then unit); of a
         chunk, of the parameter.
         """
+        offset = self.flag_offset[piece.matrix.param]
+        if piece.kind == "chunk":
+            return offset
         layout = self.layouts["matrix"][piece.matrix.param]
-        leading = layout.shape[:-2] if piece.kind != "chunk" else ()
-        index = 0
-        for size, position in zip(leading, piece.matrix.at):
-            index = index * size + position
-        if piece.kind != "chunk":
-            index = index * layout.unit_count + piece.matrix.unit
-        return self.flag_offset[piece.matrix.param] + index
+        return offset + self._number_of(piece) * layout.unit_count + piece.matrix.unit
+
+    def _number_of(self, piece: Piece) -> int:
+        """Number of a piece's matrix among those of its parameter, row-major over leading dims."""
+        number = 0
+        for size, index in zip(self.layouts["matrix"][piece.matrix.param].shape, piece.matrix.at):
+            number = number * size + index
+        return number
 
     def selects_from(self, piece: Piece) -> bool:
         """Whether `piece` is the part of a stored piece that this rank selects."""

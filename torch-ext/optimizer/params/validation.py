@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.decay import DECOUPLED
-from ..rules.elementwise import ELEMENTWISE
+from ..rules.elementwise import ELEMENTWISE, check_radius
 from ..rules.muon import (
     DRAWN_KEY,
     MOMENTUM_FORMS,
@@ -33,7 +33,7 @@ from ..rules.muon import (
     STEPS_KEY,
     is_stochastic,
 )
-from ..rules.rule import RULES, number_of, reads_gradients, rule_of
+from ..rules.rule import RULES, has_radius, number_of, reads_gradients, rule_of
 from .checks.group_values import (
     BELOW_ONE,
     FINITE,
@@ -365,9 +365,11 @@ SCHEDULED_LIMITS = {"lr": FP32_MAX, "weight_decay": FP32_MAX, "momentum": 1.0}
 
 
 def _are_usual(groups: Sequence[dict]) -> bool:
-    """Whether all scheduled values are allowed floats. Computed in C, since there may be a group
-    for each parameter. False without groups.
+    """Whether all scheduled values are allowed floats, and no group has a radius. Computed in C,
+    since there may be a group for each parameter. False without groups.
     """
+    if set(map(dict.get, groups, itertools.repeat("radius"))) != {None}:
+        return False
     for key, most in SCHEDULED_LIMITS.items():
         values = list(map(dict.get, groups, itertools.repeat(key)))
         if set(map(type, values)) != {float} or not math.isfinite(sum(values)):
@@ -378,8 +380,8 @@ def _are_usual(groups: Sequence[dict]) -> bool:
 
 
 def check_scheduled_values(groups: Sequence[dict]) -> None:
-    """Raise ValueError, with group and key, for a wrong value of lr, weight_decay, momentum or
-    betas, as schedules may have set them.
+    """Raise ValueError, with group and key, for a wrong value of lr, weight_decay, momentum, betas
+    or radius, as schedules may have set them.
 
     Called at every step, before anything changes. Tensors on a GPU are not read: the host would
     wait for the device.
@@ -403,6 +405,9 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
             with in_group(number, group):
                 fits = 0 <= number_of(value) < most or number_of(value) == most == FP32_MAX
                 require(fits, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
+        if "radius" in group and has_radius(group):
+            with in_group(number, group):
+                check_radius(group)
         # An AdamW group without betas is refused by `check_changed_groups`, with another message
         known = group.get("use_muon") is True or group.get("betas") is None
         if not known and is_adamw(group):

@@ -211,7 +211,7 @@ def rank_plan_of(
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
     # Of unreduced gradients the owner's own goes through the buffer too: the mean is one reduction
     # over equal splits
-    # Room for numbers that return with O: O of direct matrices leaves from where U arrived
+    # O of direct matrices leaves from where U arrived, so the splits of both ways have to be alike
     has_room = inputs.supports_scattered_rows is not never and not reduce
     room = [p for p in sent if p.is_source and has_room]
     inbound = _inbound(sources + room, rank, bucket.ranks, inputs, reduce)
@@ -442,8 +442,8 @@ def is_sent(p: Piece) -> bool:
 def _inbound(
     pieces: Iterable[Piece], rank: int, ranks: tuple[int, ...], inputs: PlanInputs, with_self: bool
 ) -> AllToAllPlan:
-    """Return the all-to-all to the owners. Numbers of the way back among `pieces` take up room, and
-    are not sent.
+    """Return the all-to-all to the owners. Numbers of the way back among `pieces` count in the
+    splits only: their bytes travel unwritten, and neither end reads them.
     """
     ends = "stored_at", "owner"
     made = plan_all_to_all(pieces, ends, rank, ranks, inputs.itemsizes, with_self=with_self)

@@ -27,6 +27,8 @@ from .rule import (
 
 SENT_PER = ("row", "column", "matrix")  # allowed values of `Rule.sends`
 SHAPE = 3, 6, 4  # of the stack of the trial
+# Attributes of `Rule` that the trial does not check, and the engine relies on
+INNER = ("selection", "has_radius", "adjust_lr_fn")
 PACKAGE = __name__.rsplit(".", 2)[0]
 
 
@@ -106,6 +108,13 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
             f"rule {name!r} inherits the kernels of a built-in rule (`fused`), which ignore what "
             "its phases return: subclass Rule, or set fused = False and write `before` and "
             "`after` in plain torch"
+        )
+    own = set().union(*(vars(c) for c in rule.__mro__ if c not in (Rule, object)))
+    inner = sorted(own & set(INNER))
+    if inner and not rule.__module__.startswith(f"{PACKAGE}."):
+        raise ValueError(
+            f"rule {name!r} inherits `{inner[0]}` of a built-in rule, which only rules of this "
+            "package have: subclass Rule"
         )
     if rule.sends and rule.after is Rule.after:
         raise ValueError(

@@ -18,7 +18,7 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 
 | key               | rules                  | a number per | shape       | dtype                  |
 |-------------------|------------------------|--------------|-------------|------------------------|
-| `momentum_buffer` | of matrices; sgd, sign | element      | (..., R, C) | `state_dtype`, or fp64 |
+| `momentum_buffer` | of matrices; sign      | element      | (..., R, C) | `state_dtype`, or fp64 |
 | `momentum_sum`    | of matrices            | element      | (..., R, C) | `state_dtype`          |
 | `second_moment`   | NorMuon                | row          | (..., R, 1) | fp32                   |
 | keys of a `Rule`  | its own                | see `State`  | see `State` | see `State`            |
@@ -27,9 +27,10 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 | `step`            | adamw                  | parameter    | ()          | fp32                   |
 | `initial_weight`  | all                    | element      | (..., R, C) | of the weight          |
 
-`momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`. Only groups with
-`decay="initial"` keep `initial_weight`. `state_dtype` is fp32 or bf16; state of fp64 parameters is
-fp64. State is sharded like the parameter; state per parameter is equal on every rank. Rules of
+`momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`, and in sgd. Only
+groups with `decay="initial"` keep `initial_weight`. `state_dtype` is fp32 or bf16; state of fp64
+parameters is fp64. State is sharded like the parameter; state per parameter is equal on every rank.
+Rules of
 groups with use_muon=False step weight and state in a single elementwise phase (elementwise.py), and
 are no `Rule`.
 
@@ -440,15 +441,17 @@ def device_scalars(group: Mapping[str, Any]) -> list[float]:
     momentum = float(group["momentum"])
     # The weight update reads from element 0, the momentum from element 4. Both addresses are
     # multiples of 16 bytes: Triton would compile each kernel anew for an unaligned pointer
-    if "radius" in group and _has_radius(group):
+    if has_radius(group):
         lr *= float(group["radius"])
     mix = nesterov_weight(group) if "momentum_form" in group else 1.0 - momentum
     means = [beta2, 1.0 - beta2, 1.0 - momentum, momentum]
     return [lr, 1.0 - rate, *means, rate, weight_decay, mix, 0.0, 0.0, 0.0]
 
 
-def _has_radius(group: Mapping[str, Any]) -> bool:
+def has_radius(group: Mapping[str, Any]) -> bool:
     """Whether the rule of a group multiplies lr by the option `radius`."""
+    if "radius" not in group:
+        return False
     return (rule_of if group["use_muon"] else elementwise_of)(group).has_radius
 
 

@@ -31,6 +31,7 @@ class Dion2(Rule):
     options = {"fraction": 0.25, "select": "short", "blocks": 1}
     planned = ("fraction", "select", "blocks")
     fused = True
+    has_nesterov = False
 
     @classmethod
     def check(cls, group: Mapping[str, Any]) -> None:
@@ -52,6 +53,7 @@ class Dion3(Rule):
     options = {"fraction": 0.25, "blocks": 1, "beta2": 0.95}
     planned = ("fraction", "blocks")
     fused = True
+    has_nesterov = False
 
     @classmethod
     def check(cls, group: Mapping[str, Any]) -> None:
