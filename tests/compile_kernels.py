@@ -207,7 +207,7 @@ def resident(dtype: str) -> int:
 def others(arch: str, shared: int):
     """Compile the kernels of everything that is not a product.
 
-    For sm90 each pair of flags of momentum, copies and weight update; elsewhere all of them on, and all off.
+    For sm90 each pair of flags of momentum, copies and weight update; elsewhere each form of them once or twice.
     """
     pack, update, norm, aol, check = (
         part(f"{name}")
@@ -227,8 +227,8 @@ def others(arch: str, shared: int):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
         own = dict(groups="*i64", GROUPED=skips)
         fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
-        for form in ({"SUMS": False, "CORRECTED": skips}, {"SUMS": True, "CORRECTED": False}, {"FEEDBACK": True}):
-            if arch == "sm90" or form.get("SUMS", not skips) == skips:
+        for form in ({"SUMS": False, "CORRECTED": not skips}, {"SUMS": True, "CORRECTED": False}, {"FEEDBACK": True}):
+            if arch == "sm90" or form.get("SUMS", not skips) == skips or not skips:
                 yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SIGNS=skips) | {
                     "SUMS": False, "CORRECTED": False, "FEEDBACK": False} | form)
         if arch == "sm90" or skips:
@@ -238,7 +238,7 @@ def others(arch: str, shared: int):
                 yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=access))
         pairs = [(momenta, decay) for momenta, decay in itertools.product((False, True), (0, 1, 2))
                  if (momenta + decay) % 2 == skips]
-        for momenta, decay in pairs if arch == "sm90" else [(skips, 2 * skips)]:
+        for momenta, decay in pairs if arch == "sm90" else [(True, 0), (skips, 1 + skips)]:
             rounds = skips != (decay == 1)
             arguments = fresh if momenta else dict(
                 skip, **own, addresses=None, weight=None, update_momentum="i32")
