@@ -322,7 +322,7 @@ def test_what_dion_has_and_this_package_has_not_is_refused(options, message):
 
 
 def test_stages_keep_the_patterns_that_concern_them():
-    of_part, warn = part("integrations.titan")._of_part, part("integrations.titan")._warn_unmatched
+    of_part, warn = part("integrations.titan")._values_of_part, part("integrations.titan")._warn_unmatched
     overrides = {"lm_head*": {"lr": 1.0}, "*.q*": {"lr": 2.0}}
     config = {"lr": 0.1, "adamw": ["embed*", "*.up.weight"], "overrides": overrides}
     names = ["layers.0.q_proj.weight", "layers.0.up.weight"]
