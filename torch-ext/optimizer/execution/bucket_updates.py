@@ -2,7 +2,7 @@
 
 Start reading at `OwnerUpdate.run`, the order of all phases, and at `ShardedUpdate`, the phases of
 FSDP2 and most layouts. `LocalUpdate` has no collectives. `UnreducedUpdate` averages gradients
-itself. AdamW's parameters are stepped by the classes of adamw_updates.py.
+itself. Groups with use_muon=False are stepped by the classes of elementwise_updates.py.
 
 A piece is the box of a matrix stored by a rank; under FSDP2, a few whole rows. The owner of a
 matrix is the rank chosen to orthogonalize the whole matrix. A constructor binds all tensors, views
