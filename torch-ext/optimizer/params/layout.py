@@ -69,15 +69,15 @@ class Layout:
         """(rows, columns) of each unit."""
         return [self.shape[-2:]] if self.cut_into is None else self.cut_into.shapes()
 
-    @property
+    @functools.cached_property
     def selected_shapes(self) -> list[tuple[int, int] | None]:
         """Shape of the part of each unit that its owner selects; None: the whole unit."""
         return [None] * self.unit_count
 
     @property
-    def whole_shapes(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each unit as stored."""
-        return self.unit_shapes
+    def sends_parts(self) -> bool:
+        """Whether ranks send only selected rows or columns of the boxes that they store."""
+        return False
 
     def as_matrices(
         self, split: Split, param_shape: Sequence[int] | None = None, per: str = "element"
