@@ -349,11 +349,11 @@ def test_the_kernels_of_error_feedback_have_the_bits_of_torch(skips, device, mon
         W, momentum = ([t.clone() for t in some] for some in (start, M))
         U = [torch.full_like(m, math.nan) for m in M]
         pack = part("kernels.elementwise.momentum").Pack(
-            momentum, U, sources, G, skip, [0, 1, 0, 1], feedback=True)
+            momentum, U, sources, G, skip, [0, 1, 0, 1], "feedback")
         pack(G, addresses, numbers[4:], False, False)
         assert all(map(torch.equal, momentum, M))
         update = part("kernels.elementwise.weight_update").WeightUpdate(
-            W, O, [0.5] * len(W), skip, momentum, sources, G, [0, 1, 0, 1], feedback=True)
+            W, O, [0.5] * len(W), skip, momentum, sources, G, [0, 1, 0, 1], momentum_form="feedback")
         update(numbers, G, addresses, numbers[4:])
         results.append(W + momentum + U)
     assert all(map(torch.equal, *results))

@@ -14,10 +14,10 @@ import torch
 from ..communication.all_to_all import piece_at
 from ..kernels.elementwise.momentum import Copy
 from ..kernels.elementwise.row_scattered import ScatteredRows
+from ..newton_schulz.selection import starts_of
 from ..planning.memory_model import ALIGNMENT, per_shape
 from ..planning.plan import Matrix
 from ..planning.rank_plan import Box, Piece, RankPlan
-from ..newton_schulz.selection import starts_of
 from ..rules.phases import SelectedPieces
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.elementwise.momentum import Pack, copy_torch, gradients_or_momenta
+from ..kernels.elementwise.momentum import MomentumForm, Pack, copy_torch, gradients_or_momenta
 from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
@@ -63,7 +63,8 @@ class Phases:
         """
         rule = self.rule
         # Validation has refused these forms, but a group may have changed in between
-        has_form = forms.get("sums") or forms.get("decay", ALL) != ALL or forms.get("rounding")
+        has_form = forms.get("momentum_form") == "sum" or forms.get("decay", ALL) != ALL
+        has_form = has_form or forms.get("rounding") is not None
         if writes_weights(rule) and has_form:
             raise ValueError(
                 f"rule {rule_name(type(rule))!r} has no other form of decay, momentum or rounding"
@@ -183,12 +184,10 @@ class PackByRule:
         gradients: Sequence[torch.Tensor],
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
-        sums: bool = False,
-        corrected: bool = False,
-        feedback: bool = False,
+        form: MomentumForm = "ema",
     ) -> None:
-        """Arguments of `Pack`, after `update`. `sums` and `corrected` are refused by validation,
-        `feedback` is of rules without an `update`.
+        """Arguments of `Pack`, after `update`. `form` is "ema": validation refuses "sum" and
+        "bias_corrected", and "feedback" is of rules without an `update`.
         """
         self.update = update
         self.M = list(M)
@@ -366,8 +365,10 @@ class PackSelected:
         self.state = list(state)
         # Memory for the state of all pieces, (n, r, 1), and for that of selected rows, (n, k, 1)
         self.rows = [
-            [tuple(_memory_for(views, stored[0].dtype) for views in (stored, sent))
-             for stored, sent in states]
+            [
+                tuple(_memory_for(views, stored[0].dtype) for views in (stored, sent))
+                for stored, sent in states
+            ]
             for states in self.state
         ]
 
