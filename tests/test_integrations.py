@@ -257,6 +257,10 @@ WRONG = {
     "second match": ({"overrides": {"*": {"lr": 0.1}, "*.up.weight": {"lr": 0.1}}}, "only parameters that patterns"),
     "key of AdamW": ({"overrides": {"*.up.weight": {"betas": [0.9, 0.9]}}}, "for Muon .* no key 'betas'; allowed"),
     "key of Muon": ({"overrides": {"embed*": {"split": "taps"}}}, "for AdamW .embed_tokens.weight.: there is no key"),
+    "process group in override": (
+        {"overrides": {"*.up.weight": {"process_group": "world"}}}, "for Muon .* no key 'process_group'"),
+    "matrices' key with rule of AdamW": (
+        {"overrides": {"embed*": {"rule": "lion", "eps": 1e-5}}}, "for AdamW .* no key 'eps'"),
     "text in override": ({"overrides": {"*.up.weight": {"lr": "1e-3"}}}, r"overrides\['\*.up.weight'\]: lr: '1e-3'"),
     "split that does not fit": ({"overrides": {"*.up.weight": {"split": {"rows": [3, 4]}}}},
                                 r"MuonFactory: overrides\['\*.up.weight'\]: .*layers.0.up.weight .*add up to 7 rows"),
@@ -348,9 +352,31 @@ def test_an_optimizer_with_dions_arguments_can_be_copied():
     assert all(torch.isfinite(p).all() for p in bits(optimizer))
 
 
+@pytest.mark.parametrize("name", ["DionMuon", "DionNorMuon"])
+def test_an_added_group_has_dions_keys_too(name):
+    """And the defaults of the arguments, also in a copy."""
+    (matrices, rest, more) = drawn([(8, 4)], [(8,)], [(4, 4)])
+    options = {"muon_beta2": 0.25} if name == "DionNorMuon" else {}
+    optimizer = getattr(package(), name)(matrices, lr=0.5, mu=0.75, adjust_lr=None, betas=(0.5, 0.25), **options)
+    optimizer = copy.deepcopy(optimizer)
+    optimizer.add_param_group({"params": rest, "algorithm": "adamw", "epsilon": 1e-5})
+    optimizer.add_param_group({"params": more, "mu": 0.5, "num_heads": 2})
+    first, adamw, added = optimizer.param_groups
+    assert not adamw["use_muon"] and (adamw["lr"], adamw["betas"], adamw["eps"]) == (0.5, (0.5, 0.25), 1e-5)
+    assert (added["momentum"], added["split"], added["adjust_lr_fn"]) == (0.5, {"heads": 2}, 1.0)
+    assert added.get("beta2") == first.get("beta2") == options.get("muon_beta2")
+    assert set(added) - set(first) == {"split"}
+    for group, key in (({"use_muon": False}, "use_muon"), ({"momentum": 0.5}, "momentum")):
+        with pytest.raises(ValueError, match=f"group of dion: there is no key '{key}'"):
+            optimizer.add_param_group({"params": drawn([(4, 4)])[0], **group})
+    assert len(optimizer.param_groups) == 3
+    assert all(torch.isfinite(p).all() for p in bits(optimizer))
+
+
 def ranks_of_dion(rank, world):
     (matrices,) = drawn([(8, 4), (4, 4)])
-    optimizer = package().DionMuon(matrices, dist.group.WORLD)
+    matrices[0].device_mesh = None  # an attribute of the user's makes no DTensor
+    optimizer = package().DionMuon(matrices[:1], dist.group.WORLD)
     return optimizer._options.process_group is dist.group.WORLD
 
 

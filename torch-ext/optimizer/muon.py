@@ -27,7 +27,7 @@ from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
 from .memory_report import MemoryReport
 from .params import units, validation
-from .params.checks.group_values import check_rounding
+from .params.checks.group_values import check_counts, check_rounding
 from .params.checks.memory import check_memory
 from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
@@ -170,7 +170,9 @@ class Muon(StateDictMethods):
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._rule, self._rule_options = rule, rule_options
-        check_rounding({"rounding": rounding, "rounding_seed": rounding_seed})
+        of_rounding = {"rounding": rounding, "rounding_seed": rounding_seed}
+        check_rounding(of_rounding)
+        check_counts(of_rounding)
         self._rounding = rounding, rounding_seed
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
