@@ -29,9 +29,9 @@ from .memory_report import MemoryReport
 from .params import units, validation
 from .params.checks.group_values import check_counts, check_rounding
 from .params.checks.memory import check_memory
-from .params.config import MuonConfig, with_parameters_of
+from .params.config import AssumedRanks, MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
-from .params.layout import AssumedRanks, this_rank
+from .params.layout import this_rank
 from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
 from .qk_clip.clip import QKClip
@@ -62,7 +62,6 @@ def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
     return world
 
 
-AT_OWNERS = ("shard_state", "grads_are_reduced")  # arguments that need a process group
 NEVER_BOUND = "before the first step, nor after release()"
 
 
@@ -96,7 +95,7 @@ class Muon(StateDictMethods):
     momentum_form ("ema"): "sum": M <- mu M + G, nesterov: orthogonalize G + mu M, kept as state
         `momentum_sum`, as in Dion and Motif. Equal to "ema" while momentum is constant.
         "bias_corrected": Nesterov's mix as in optax.contrib.muon, which gives G more weight in
-        early steps (docs/rules.md). The key `momentum_steps` of a group counts the steps.
+        early steps (docs/groups.md). The key `momentum_steps` of a group counts the steps.
     rounding ("nearest"), rounding_seed (0): of the bf16 weights of Muon's groups. "stochastic":
         up or down at random, so that many small updates move a weight as far as in fp32
         (docs/memory.md). Equal bits on all layouts; `state_dict` keeps seed and count of steps.
@@ -140,8 +139,9 @@ class Muon(StateDictMethods):
         for missing peers: with grads_are_reduced=False or DTensors sharded over different ranks.
     """
 
-    # Keys of a group besides Muon's. Class attributes must be constants, see `_start`
-    _extra_keys = ()
+    # Class attributes must be constants, see `_start`
+    _extra_keys = ()  # keys of a group besides Muon's
+    _ranks_argument = "process_group"  # the argument for ranks with copies of plain parameters
 
     @with_parameters_of(MuonConfig, kind=inspect.Parameter.KEYWORD_ONLY)
     def __init__(
@@ -566,10 +566,9 @@ class Muon(StateDictMethods):
         values, and what the constructor raises.
         """
         memory_report.check_forecast(ranks, layout, gpu_bytes, params, arguments)
-        at_owners = {key: arguments.pop(key) for key in AT_OWNERS if key in arguments}
-        opt = cls(memory_report.copied_groups(params), **arguments)
         if layout == "ddp":
-            opt._options = replace(opt._options, process_group=AssumedRanks(ranks), **at_owners)
+            arguments[cls._ranks_argument] = AssumedRanks(ranks)
+        opt = cls(memory_report.copied_groups(params), **arguments)
         row_shards = ranks if layout == "fsdp" else None
         return opt._forecast(0, None, row_shards, gpu_bytes=gpu_bytes)
 

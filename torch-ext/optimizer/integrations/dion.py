@@ -146,6 +146,7 @@ class _DionGroups(torch.optim.Optimizer):
     """
 
     _dion: dict[str, object]
+    _ranks_argument = "distributed_mesh"
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group with the keys of dion. Raises as the constructor does, and leaves the

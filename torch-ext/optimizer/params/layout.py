@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._mode_utils import no_dispatch
 
+from .config import AssumedRanks
 from .dtensor import as_dtensor, is_dtensor
 from .units import WHOLE, Block, Cut, Split
 
@@ -231,13 +232,6 @@ def _overlaps(
         if begin < end:
             found.append((begin, number, end - begin, inner + begin - low))
     return found
-
-
-@dataclass(frozen=True)
-class AssumedRanks:
-    """Stands for the process group of ranks 0 to `count` - 1 in a forecast: there are no ranks."""
-
-    count: int
 
 
 def ranks_of_group(group: dist.ProcessGroup | AssumedRanks) -> tuple[int, ...]:
