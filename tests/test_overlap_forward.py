@@ -129,7 +129,7 @@ def machine(optimizer, monkeypatch):
 
 def install(patch) -> Machine:
     """A machine that hears of every write of a step and every read of FSDP2's; of others a model has to tell."""
-    machine, routes, adamw = Machine(), part("execution.bucket_updates"), part("execution.elementwise_updates")
+    machine, routes, elementwise = Machine(), part("execution.bucket_updates"), part("execution.elementwise_updates")
     presence = part("communication.missing_grads").MissingGradients
     for name in ("Stream", "Event", "stream", "current_stream"):
         patch.setattr(torch.cpu, name, getattr(machine, name))
@@ -152,7 +152,7 @@ def install(patch) -> Machine:
         ("UnreducedElementwiseUpdate", "apply"),
         ("ElementwiseUpdate", "step"),
     ):
-        written(getattr(adamw if "AdamW" in kind else routes, kind), name)
+        written(getattr(elementwise if "Elementwise" in kind else routes, kind), name)
     restore = presence.restore
 
     def then(self, *args):
