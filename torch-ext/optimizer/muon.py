@@ -139,9 +139,8 @@ class Muon(StateDictMethods):
         for missing peers: with grads_are_reduced=False or DTensors sharded over different ranks.
     """
 
-    # Class attributes must be constants, see `_start`
-    _extra_keys = ()  # keys of a group besides Muon's
-    _ranks_argument = "process_group"  # the argument for ranks with copies of plain parameters
+    # Keys of a group besides Muon's. Class attributes must be constants, see `_start`
+    _extra_keys = ()
 
     @with_parameters_of(MuonConfig, kind=inspect.Parameter.KEYWORD_ONLY)
     def __init__(
@@ -567,10 +566,15 @@ class Muon(StateDictMethods):
         """
         memory_report.check_forecast(ranks, layout, gpu_bytes, params, arguments)
         if layout == "ddp":
-            arguments[cls._ranks_argument] = AssumedRanks(ranks)
+            arguments.update(cls._ranks_as_argument(AssumedRanks(ranks)))
         opt = cls(memory_report.copied_groups(params), **arguments)
         row_shards = ranks if layout == "fsdp" else None
         return opt._forecast(0, None, row_shards, gpu_bytes=gpu_bytes)
+
+    @classmethod
+    def _ranks_as_argument(cls, ranks: AssumedRanks) -> dict[str, object]:
+        """The constructor's argument for ranks with copies of plain parameters."""
+        return {"process_group": ranks}
 
     @waits_for_updates
     def release(self) -> None:

@@ -146,7 +146,6 @@ class _DionGroups(torch.optim.Optimizer):
     """
 
     _dion: dict[str, object]
-    _ranks_argument = "distributed_mesh"
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group with the keys of dion. Raises as the constructor does, and leaves the
@@ -157,6 +156,11 @@ class _DionGroups(torch.optim.Optimizer):
             if "params" in param_group:
                 param_group = translated(param_group, self._dion)
         super().add_param_group(param_group)
+
+    @classmethod
+    def _ranks_as_argument(cls, ranks: object) -> dict[str, object]:
+        """As in `Muon`."""
+        return {"distributed_mesh": ranks}
 
     def __getstate__(self) -> dict:
         """As in `Muon`."""
