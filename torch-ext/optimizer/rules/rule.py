@@ -20,6 +20,7 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 |-------------------|---------------|----------------|-------------|------------------------|
 | `momentum_buffer` | all but AdamW | element        | (..., R, C) | `state_dtype`          |
 | `momentum_sum`    | all but AdamW | element        | (..., R, C) | `state_dtype`          |
+| `momentum_scale`  | all but AdamW | block of a row | see below   | fp32                   |
 | `second_moment`   | NorMuon       | row            | (..., R, 1) | fp32                   |
 | keys of a `Rule`  | its own       | see `State`    | see `State` | see `State`            |
 | `exp_avg`         | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
@@ -28,9 +29,11 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 | `initial_weight`  | all           | element        | (..., R, C) | of the weight          |
 
 `momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`. Only groups with
-`decay="initial"` keep `initial_weight`. `state_dtype` is fp32 or bf16; AdamW keeps the averages of
-fp64 parameters in fp64. State is sharded like the parameter; state per parameter is equal on every
-rank. AdamW steps weight and state in a single elementwise phase (adamw.py), and is no `Rule`.
+`decay="initial"` keep `initial_weight`. `state_dtype` is fp32, bf16 or int8. With int8 alone there
+is `momentum_scale`, of shape (..., R, ceil(C / 64)), see kernels/quantized/blocks.py, and AdamW
+keeps its averages in fp32. AdamW keeps the averages of fp64 parameters in fp64. State is sharded
+like the parameter; state per parameter is equal on every rank.
+AdamW steps weight and state in a single elementwise phase (adamw.py), and is no `Rule`.
 
 A rule reads two kinds of numbers. `host_constants` are arguments of launches; a CUDA graph keeps
 the values of its capture, so a change means a new capture. `device_scalars` are uploaded before a
@@ -51,12 +54,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..kernels.elementwise.weight_update import ALL
+from ..kernels.quantized.blocks import BLOCK, is_quantized
 from ..newton_schulz import coefficients
 from ..params.units import WHOLE, Split
 from .decay import INITIAL_KEY, form_of, rate_of
 from .muon import SUM_KEY, is_sum
 
 PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
+SCALE_KEY = "momentum_scale"  # state of 8-bit momentum, beside the numbers: a scale for each block
 
 
 @dataclass(frozen=True)
@@ -233,9 +238,10 @@ STATES: dict[str, State] = {
     "exp_avg_sq": State("exp_avg_sq"),
     INITIAL_KEY: State(INITIAL_KEY),
     SUM_KEY: State(SUM_KEY),
+    SCALE_KEY: State(SCALE_KEY, "block"),
 }
 # Keys of Muon, NorMuon and AdamW, which a state may have from an earlier use of its parameter
-BASE_KEYS = frozenset(("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq"))
+BASE_KEYS = frozenset(("momentum_buffer", SCALE_KEY, "second_moment", "exp_avg", "exp_avg_sq"))
 # Kinds of pieces in planning/rank_plan.py, and keys of AdamW and of checkpoints
 RESERVED_KEYS = ("matrix", "weight", "chunk", "step", "param", "params")
 
@@ -449,12 +455,15 @@ def momentum_key(group: Mapping[str, Any]) -> str:
     return SUM_KEY if is_sum(group) else "momentum_buffer"
 
 
-def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of the state that a parameter of a group has."""
+def state_keys(group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> tuple[str, ...]:
+    """Return the keys of the state that a parameter of a group has. `dtype`: the option
+    `state_dtype`.
+    """
     if not group["use_muon"]:
         keys = ("step", "exp_avg", "exp_avg_sq")
     else:
-        keys = (momentum_key(group), *(state.key for state in rule_of(group).state))
+        scale = (SCALE_KEY,) if is_quantized(dtype) else ()
+        keys = (momentum_key(group), *scale, *(state.key for state in rule_of(group).state))
     return (*keys, INITIAL_KEY) if group.get("decay") == "initial" else keys
 
 
@@ -472,6 +481,8 @@ def state_device_and_dtype(
     # A copy of the weight is exact only in the weight's dtype
     if key == INITIAL_KEY:
         return param.device, param.dtype
+    if key in ("exp_avg", "exp_avg_sq") and is_quantized(dtype):
+        dtype = torch.float32
     if key in ("momentum_buffer", SUM_KEY, "exp_avg", "exp_avg_sq"):
         return param.device, torch.float64 if param.dtype == torch.float64 else dtype
     return param.device, STATES[key].dtype
@@ -484,4 +495,6 @@ def state_shape(param: torch.Tensor, key: str, split: Split = WHOLE) -> tuple[in
     if key == "step":
         return ()
     per = STATES[key].per
+    if per == "block":
+        return split.block_shape(param.shape, BLOCK)
     return tuple(param.shape) if per == "element" else split.state_shape(param.shape, per)
