@@ -46,6 +46,7 @@ from ..rules.decay import INITIAL_KEY, form_of
 from ..rules.muon import is_sum
 from ..rules.phases import AnyWeightUpdate, PackByRule, Phases
 from ..rules.rule import MuonConstants, host_constants, momentum_key, reads_gradients, rule_of
+from ..state.create import check_bits
 from .cuda_graphs import Graphs
 from .param_store import Store
 from .workspace import Stacks, copy_unless_in_place
@@ -145,11 +146,15 @@ class BoundUpdate(BucketUpdate):
         return self._momenta(pieces), self.store.sources(pieces), self.store.gradients
 
     def _momenta(self, pieces: Sequence[Piece]) -> list:
-        """Views of M of `pieces`: tensors, or in 8 bits `QuantizedView`s."""
+        """Views of M of `pieces`: tensors, or in 8 bits `QuantizedView`s. Raises RuntimeError for
+        momentum that a step would misread.
+        """
         key = momentum_key(self.group)
-        if self.is_8bit:
-            return self.store.quantized(pieces, key)
-        return self.store.states(pieces, key)
+        found = self.store.states(pieces, key)
+        for piece, tensor in zip(pieces, found):
+            name = self.store.names[piece.matrix.param]
+            check_bits(key, name, tensor.dtype, self.options.state_dtype)
+        return self.store.quantized(pieces, found) if self.is_8bit else found
 
     def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> AnyPack:
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""

@@ -221,10 +221,14 @@ class Store:
             for s, p, first in zip(locals_, pieces, first_rows)
         ]
 
-    def quantized(self, pieces: Sequence[Piece], key: str) -> list[QuantizedView]:
-        """Views of 8-bit momentum `key` of each piece, with the scales of its blocks."""
+    def quantized(
+        self, pieces: Sequence[Piece], numbers: Sequence[torch.Tensor]
+    ) -> list[QuantizedView]:
+        """Views of 8-bit momentum: views of the `numbers` of each piece, with the scales of its
+        blocks.
+        """
         found = []
-        for piece, values in zip(pieces, self.states(pieces, key)):
+        for piece, values in zip(pieces, numbers):
             number = piece.matrix.param
             split = self.splits[number]
             scales = split.matrices(local_of(self.state[self.params[number]][SCALE_KEY]))

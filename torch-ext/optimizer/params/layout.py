@@ -515,12 +515,13 @@ def check_blocks(
     ends within a block of `length` columns as stored, or if scales of blocks with the placements of
     `param` would lie on other ranks than the blocks. `group`: as for `layout_of`.
     """
-    stored = replace(split, transposed=False)
+    stored = Split(view=split.view)
     shape = tuple(param.shape)
     columns = stored.shape(shape)[-1]
     found = layout_of(param, group).as_matrices(stored)
     scales = layout_of(param, group, stored.block_shape(shape, length)).as_matrices(stored)
-    sides = {side for block in stored.cut(shape).columns for side in block.ranges}
+    units = replace(split, transposed=False).cut(shape)
+    sides = {side for block in units.columns for side in block.ranges}
     for rank in found.ranks:
         of_rank = [box[-1] for box in found.boxes_of(rank)]
         sides.update(of_rank)

@@ -164,7 +164,9 @@ def check_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
             held = state.get(p, {})
             _check_shapes(held, p, plan.names[number], plan.split(number), by_rows)
             if plan.group["use_muon"]:
-                _check_bits(held, momentum_key(plan.group), plan.names[number], dtype)
+                key = momentum_key(plan.group)
+                found = getattr(held.get(key), "dtype", None)
+                check_bits(key, plan.names[number], found, dtype)
 
 
 def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> None:
@@ -207,9 +209,10 @@ def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_
             )
 
 
-def _check_bits(state: dict, key: str, name: str, dtype: torch.dtype) -> None:
-    """Raise RuntimeError for momentum that a step with `state_dtype` would misread."""
-    found = getattr(state.get(key), "dtype", None)
+def check_bits(key: str, name: str, found: object, dtype: torch.dtype) -> None:
+    """Raise RuntimeError if momentum of dtype `found` would be misread by a step with `dtype`, the
+    option `state_dtype`. None: there is no momentum yet.
+    """
     if found is not None and is_quantized(found) != is_quantized(dtype):
         raise RuntimeError(
             f"{key} of parameter {name} is {found} in the optimizer's `state`, but the optimizer "

@@ -1,9 +1,9 @@
 """The format of 8-bit state: int8 numbers, and an fp32 scale for each BLOCK of a row.
 
-An element is n |n| scale of its number n, with the scale largest magnitude of the block / 127^2: the
-square map ("linear-2" of 4-bit Shampoo, arXiv 2405.18144), whose steps are the finer the smaller an
-element is. Blocks begin at multiples of BLOCK of the whole row, so rows may be divided among ranks
-in any way, and columns at multiples of BLOCK. 1 + 4 / BLOCK bytes per element.
+An element is n |n| scale of its number n; the scale is the largest magnitude of the block / 127^2.
+That is the square map ("linear-2" of 4-bit Shampoo, arXiv 2405.18144): the smaller an element is,
+the finer are the steps. Blocks begin at multiples of BLOCK of the whole row, so rows may be divided
+among ranks in any way, and columns at multiples of BLOCK. 1 + 4 / BLOCK bytes per element.
 
 [Note: 8-bit format]
 Measured by momenta beside one in fp32 over 300 steps, for gradients of a small language model and

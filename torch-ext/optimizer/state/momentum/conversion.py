@@ -90,9 +90,9 @@ def in_momentum_form(state: dict, group: Mapping, saved: Mapping) -> dict:
 
 def _widened(state: dict, key: str, name: str, split: Split) -> dict:
     """Return the state of a parameter with 8-bit momentum `key` in fp32, and without scales."""
-    rest = {other: value for other, value in state.items() if other not in (key, SCALE_KEY)}
     if key not in state:
-        return rest
+        return state  # refused by `check_state`
+    rest = {other: value for other, value in state.items() if other not in (key, SCALE_KEY)}
     momentum, scales = (as_tensor(state[k], f"{k} of parameter {name}") for k in (key, SCALE_KEY))
     values, of_blocks = (matrices_of(local_of(t), split.view) for t in (momentum, scales))
     needed = (*values.shape[:-1], block_count(values.shape[-1]))
