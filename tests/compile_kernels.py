@@ -204,7 +204,7 @@ def resident(dtype: str) -> int:
 
 def others(arch: str, shared: int):
     """Compile the kernels of everything that is not a product."""
-    pack, update, rows, norm, aol, check = (
+    pack, update, rows, norm, aol, check, quantized = (
         part(f"{name}")
         for name in (
             "kernels.elementwise.momentum",
@@ -213,6 +213,7 @@ def others(arch: str, shared: int):
             "kernels.elementwise.scaling",
             "kernels.elementwise.aol",
             "kernels.elementwise.nonfinite_check",
+            "kernels.quantized.momentum",
         )
     )
     table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ACCESS=2, **TYPES)
@@ -225,6 +226,9 @@ def others(arch: str, shared: int):
         fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
         for sums in (False, True):
             yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SUMS=sums))
+        in_8_bits = dict(fresh, NESTEROV=True, SUMS=skips, TO_U=not skips, LENGTH=64, ACCESS=int(not skips),
+                         TYPE_0=triton.language.int8, TYPE_1=triton.language.float32)
+        yield compile_for(arch, quantized._momentum_kernel, in_8_bits)
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=0))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=1))

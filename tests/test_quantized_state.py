@@ -46,9 +46,11 @@ def on_rank(rank, world, layout, problem, expected, rule):
     return stepped(rank, world, layout, [("Muon", problem, expected)], {"rule": rule})
 
 
-@pytest.mark.parametrize("layout, rule", [*((layout, "muon") for layout in layouts()), ("fsdp rows, uneven", "normuon"),
-                                          ("tp columns x fsdp rows", "normuon"), ("unreduced", "hyperball"),
-                                          ("hsdp columns", "muon_plus")])
+# On other layouts Muon's
+OF_RULES = {"hsdp columns": "muon_plus", "tp columns x fsdp rows": "normuon", "unreduced": "hyperball"}
+
+
+@pytest.mark.parametrize("layout, rule", [(layout, OF_RULES.get(layout, "muon")) for layout in layouts()])
 def test_the_bits_of_one_process_on_every_layout(layout, rule, optimizer):
     problem = problem_of(layout, rule)
     expected = alone(problem, rule)
@@ -330,31 +332,31 @@ def test_state_of_another_dtype_that_was_put_in_place_is_refused(optimizer):
 # training ----------------------------------------------------------------------------------------------------------
 
 def final_loss(dtype, seed):
-    """Of a small network on a function of its inputs, after 120 steps."""
+    """Of a small network on a function of its inputs: the mean over the last 10 of 50 steps."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
-    teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(16, 70), nn.Tanh(), nn.Linear(70, 8))
+    teacher = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8)).requires_grad_(False)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     muon = package().Muon([{"params": matrices, "weight_decay": 0.0}, {"params": rest, "use_muon": False}], lr=0.01,
                           state_dtype=dtype)
     losses = []
-    for step in range(120):
-        muon.param_groups[0]["lr"] = 0.01 * (1 - step / 120)
-        x = torch.randn(64, 32)
+    for step in range(50):
+        muon.param_groups[0]["lr"] = 0.01 * (1 - step / 50)
+        x = torch.randn(64, 16)
         loss = (model(x) - teacher(x)).square().mean()
         muon.zero_grad()
         loss.backward()
         muon.step()
-        losses.append(float(loss))
-    return sum(losses[-20:]) / 20
+        losses.append(loss.item())
+    return sum(losses[-10:]) / 10
 
 
 def test_a_small_network_learns_as_with_fp32(optimizer):
-    """The mean over three seeds; one seed beside the next differs by more."""
-    wide, narrow = ([final_loss(dtype, seed) for seed in range(3)] for dtype in (F32, INT8))
-    print(wide, narrow)
-    assert abs(sum(narrow) / sum(wide) - 1) < 0.03
+    """Within 2 %: seeds differ by more."""
+    wide, narrow = ([final_loss(dtype, seed) for seed in range(2)] for dtype in (F32, INT8))
+    assert all(abs(ours / theirs - 1) < 0.02 for ours, theirs in zip(narrow, wide)), (wide, narrow)
+    assert abs(wide[0] / wide[1] - 1) > 0.02
 
 
 # refusals ----------------------------------------------------------------------------------------------------------
