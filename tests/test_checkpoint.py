@@ -264,7 +264,7 @@ def test_a_run_goes_on_with_its_bits_on_another_layout(chain, tmp_path):
 
 
 def test_and_with_8_bit_momentum(tmp_path):
-    chain = [("unreduced", 4), ("tp x fsdp", 4), ("fsdp columns", 4), ("fsdp", 4)]
+    chain = [("unreduced", 4), ("fsdp columns", 4), ("tp x fsdp", 4)]
     run_chain(chain, "NorMuon in 8 bits", ["nested", "flat"], tmp_path, even="wide")
 
 

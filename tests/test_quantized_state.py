@@ -42,8 +42,8 @@ def problem_of(layout, rule):
             "gradients": gradients, "options": {"nonfinite": "skip", "state_dtype": INT8}, "has_little_room": False}
 
 
-def on_rank(rank, world, layout, problem, expected, rule):
-    return stepped(rank, world, layout, [("Muon", problem, expected)], {"rule": rule})
+def on_rank(rank, world, layout, problem, expected, rule, more=None):
+    return stepped(rank, world, layout, [("Muon", problem, expected)], {"rule": rule, **(more or {})})
 
 
 # On other layouts Muon's
@@ -57,6 +57,16 @@ def test_the_bits_of_one_process_on_every_layout(layout, rule, optimizer):
     assert all(state["momentum_buffer"].dtype == INT8 for state in expected)
     world = math.prod(layouts()[layout][0])
     assert [wrong for found in run_threads(world, on_rank, layout, problem, expected, rule) for wrong in found] == []
+
+
+@pytest.mark.parametrize("option", ["overlap_backward", "overlap_forward"])
+def test_overlap_leaves_the_bits(option, optimizer):
+    layout = "tp columns x fsdp rows"
+    problem = problem_of(layout, "muon")
+    problem["options"]["nonfinite"], problem["gradients"][1][0][3, 5] = "propagate", 1.0
+    expected = alone(problem, "muon")
+    for wrong in run_threads(4, on_rank, layout, problem, expected, "muon", {option: True}):
+        assert wrong == []
 
 
 # conversions -------------------------------------------------------------------------------------------------------
@@ -136,6 +146,27 @@ def test_momentum_of_another_dtype_is_converted_by_loading(was, now, way, optimi
             wide = blocks.dequantize(ours["momentum_buffer"], ours["momentum_scale"])
             assert torch.equal(theirs["momentum_buffer"], wide.to(now)) and "momentum_scale" not in theirs
     go_on(params, muon, [3])
+
+
+@pytest.mark.parametrize("shape, split", [((6, 70, 3), "flatten"), ((6, 70, 1, 2), "taps"), ((130, 5), None)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_blocks_of_convolutions_and_of_transposed_weights(shape, split, transposed, optimizer):
+    """Loaded momentum has the blocks in which a step reads and writes it."""
+    torch.manual_seed(0)
+    wide, narrow, grad = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.zeros(shape)), torch.randn(shape)
+    group = {"split": split, "transposed": transposed}
+    muon = optimizer.Muon([{"params": [wide], **group}])
+    eight = optimizer.Muon([{"params": [narrow], **group}], state_dtype=INT8, momentum=0.0)
+    for p, one in ((wide, muon), (narrow, eight)):
+        p.grad = grad.clone()
+        one.step()
+    of_step = [t.clone() for t in eight.state[narrow].values()]  # with momentum 0, of the gradient
+    muon.state[wide]["momentum_buffer"].copy_(grad)
+    eight.load_state_dict(muon.state_dict())
+    assert same(of_step, list(eight.state[narrow].values()))
+    muon.load_state_dict(eight.state_dict())
+    back = muon.state[wide]["momentum_buffer"]
+    assert back.shape == grad.shape and (back - grad).norm() < 0.01 * grad.norm()
 
 
 def test_a_mean_in_8_bits_becomes_a_sum(optimizer):
