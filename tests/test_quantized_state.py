@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import package, part, run_threads
+from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_bucket_updates import cut
 from tests.test_muon import same
 from tests.test_rule_protocol import alone
@@ -67,6 +67,43 @@ def test_overlap_leaves_the_bits(option, optimizer):
     expected = alone(problem, "muon")
     for wrong in run_threads(4, on_rank, layout, problem, expected, "muon", {option: True}):
         assert wrong == []
+
+
+def as_on_one_device(rank, world, device, options):
+    """(placement, number, key) of what differs from steps of this device alone."""
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+
+    mesh, wrong = init_device_mesh(device, (world,)), []
+    generator = torch.Generator(device).manual_seed(0)
+    fulls = [torch.randn(shape, generator=generator, device=device) for shape in ((96, 256), (40, 128), (3, 24, 384))]
+    gradients = [[torch.randn(f.shape, generator=generator, device=device) for f in fulls] for _ in range(5)]
+    gradients[2][0][5, 70] = math.nan
+
+    def run(place, **more):
+        params = [nn.Parameter(place(full)) for full in fulls]
+        named = [(f"w{i}", p) for i, p in enumerate(params)]
+        muon = package().NorMuon(named, lr=0.1, state_dtype=INT8, nonfinite="skip", **more)
+        for some in gradients:
+            for p, g in zip(params, some):
+                p.grad = place(g)
+            muon.step()
+        return [{"weight": p.detach(), **muon.state[p]} for p in params]
+
+    expected = run(torch.clone)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        found = run(lambda full, one=placement: cut(full, mesh, [one]), **options)
+        wrong += [(str(placement), i, key) for i, (ours, theirs) in enumerate(zip(found, expected))
+                  for key in theirs if not torch.equal(ours[key].full_tensor(), theirs[key])]
+    return wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.gpus(2))])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_the_bits_of_one_gpu(capturable, world, optimizer):
+    """In parts replayed as graphs, and as one graph."""
+    found = run_ranks(world, as_on_one_device, "cuda", {"capturable": capturable}, backend="nccl")
+    assert found == [[]] * world
 
 
 # conversions -------------------------------------------------------------------------------------------------------
