@@ -143,7 +143,9 @@ def refuse_cast_numbers(state: dict, key: str, name: str) -> None:
         return
     if local.is_meta or isinstance(local, FakeTensor):
         return
-    if local.abs().max() == LARGEST and torch.equal(local, local.round()):
+    # The largest magnitude, without a copy
+    largest = torch.linalg.vector_norm(local, torch.inf)
+    if largest == LARGEST and torch.equal(local, local.round()):
         raise ValueError(
             f"{key} of parameter {name} holds whole numbers up to {LARGEST}: the checkpoint has it "
             "in 8 bits, and torch.distributed.checkpoint has cast the numbers, without scales. "
