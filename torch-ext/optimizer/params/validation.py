@@ -35,7 +35,7 @@ from .checks.group_values import (
     is_adamw,
     require,
 )
-from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
+from .dtensor import form_of, is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
 from .layout import (
     check_blocks,
@@ -431,15 +431,18 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
             "state_dtype=torch.int8 needs the package's kernels: use state_dtype=torch.bfloat16, "
             "or compute in `before` and `after`"
         )
-    state = rule.state
+    state, checked = rule.state, set()
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
         if param.requires_grad and param.ndim > 1:
             name = name_of(group, number)
             check_unit_sharding(param, name, split)
             for per in {s.per for s in state}:
                 check_state(param, name, per, split, options.owner_keeps_state)
-            if is_8bit:
+            # Looks at every rank: once for parameters that are alike
+            likeness = param.shape, split, form_of(param)[3]
+            if is_8bit and likeness not in checked:
                 check_blocks(param, name, split, options.process_group, BLOCK)
+                checked.add(likeness)
             if callable(group["adjust_lr_fn"]):
                 check_scale_function(group["adjust_lr_fn"], split.shapes(param.shape), name)
 
