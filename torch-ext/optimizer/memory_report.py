@@ -20,6 +20,7 @@ from .execution.cuda_graphs import Graphs
 from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
 from .execution.workspace import buffer_name
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
+from .kernels.quantized.blocks import BLOCK as BLOCK_8BIT
 from .newton_schulz.coefficients import steps_of
 from .params.config import MuonConfig
 from .params.dtensor import gradient_dtype, is_dtensor, local_of
@@ -31,7 +32,7 @@ from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
 from .report import as_bytes
 from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of
-from .rules.rule import STATES, state_device_and_dtype, state_keys, state_shape
+from .rules.rule import STATES, group_state_dtype, state_device_and_dtype, state_keys, state_shape
 
 OPTIMIZER_KINDS = ("state", "workspace", "tables", "graphs", "temporary")
 KINDS = ("weights", "gradients", *OPTIMIZER_KINDS)
@@ -314,7 +315,7 @@ def _bytes_at(
             dtypes = {"weights": param.dtype, "gradients": gradient_dtype(param)}
             for kind, dtype in dtypes.items():
                 found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
-            for key in state_keys(plan.group_at(i)):
+            for key in state_keys(plan.group_at(i), options.state_dtype):
                 found.update(_state_at(rank, plan, i, key, number, options))
         if plan.rank_plans is None:
             # Plans are stepped in turn
@@ -346,7 +347,8 @@ def _state_at(
     `create.create_state` makes it.
     """
     param = plan.params[i]
-    device, dtype = state_device_and_dtype(key, param, options.state_dtype)
+    dtype = group_state_dtype(plan.group_at(i), options.state_dtype)
+    device, dtype = state_device_and_dtype(key, param, dtype)
     layout = plan.layouts[i]
     if rank not in layout.boxes:
         return {}
@@ -359,6 +361,10 @@ def _state_at(
         if plan.state_rows is not None:
             rows = plan.state_rows[i][ranks_of_group(plan.process_group).index(rank)]
             numel = rows * math.prod(state_shape(param, key, plan.split(i))[1:])
+        elif STATES[key].per == "block":
+            # Shards begin at whole blocks, see `params.layout.check_blocks`
+            stored = [stop - start for start, stop in layout.boxes[rank]]
+            numel = math.prod(plan.split(i).block_shape(stored, BLOCK_8BIT))
         elif STATES[key].per != "element":
             numel = _numel_at(rank, plan.state_layouts[key][i])
         else:
@@ -374,7 +380,8 @@ def _copied_bytes(rank: int, plan: Plan, options: MuonConfig) -> int:
     copied, largest = 0, 0
     for i, param in enumerate(plan.params):
         rule = elementwise_of(plan.group_at(i))
-        state = state_device_and_dtype(rule.averages[0], param, options.state_dtype)[1]
+        state = group_state_dtype(plan.group_at(i), options.state_dtype)
+        state = state_device_and_dtype(rule.averages[0], param, state)[1]
         wide = torch.promote_types(param.dtype, state)
         wide = torch.promote_types(wide, torch.float32) if rule.in_fp32 else wide
         dtypes = (param.dtype, gradient_dtype(param), *[state] * len(rule.averages))

@@ -31,9 +31,11 @@ import torch.distributed as dist
 from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack
-from ..kernels.elementwise.multi_tensor import NUMBERS
+from ..kernels.elementwise.multi_tensor import NUMBERS, Source
 from ..kernels.elementwise.row_scattered import ScatteredMatrices, stays
 from ..kernels.elementwise.weight_update import TO_INITIAL, StochasticRounding, WeightUpdate
+from ..kernels.quantized.blocks import is_quantized
+from ..kernels.quantized.momentum import QuantizedMomentum, UpdateWithMomentum
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..pipeline import BucketUpdate, Running
@@ -50,14 +52,17 @@ from ..rules.rule import (
     momentum_key,
     reads_gradients,
     rule_of,
+    sends_signs,
     weight_dtype,
 )
+from ..state.create import check_bits
 from .cuda_graphs import Graphs
 from .param_store import Store
 from .workspace import Stacks, copy_unless_in_place
 
 Gradients = tuple[list[torch.Tensor], torch.Tensor | None]  # (tensors, int64 addresses on device)
 Views = Mapping[Piece, torch.Tensor]  # piece -> view of a buffer, (rows, columns)
+AnyPack = Pack | PackByRule | QuantizedMomentum
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class BoundUpdate(BucketUpdate):
         # Torch reads gradients where they lay at the capture of a graph, the package's kernels take
         # addresses from device memory
         self.reads_gradients = False
+        self.is_8bit = is_quantized(inputs.options.state_dtype)
         if inputs.group["use_muon"]:
             self.rule = rule_of(inputs.group)
             self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
@@ -148,38 +154,78 @@ class BoundUpdate(BucketUpdate):
         """
         if self.bucket.route == "own" and any(p.owner != self.rank for p in pieces):
             return ()
-        momentum = self.store.states(pieces, momentum_key(self.group))
-        return momentum, self.store.sources(pieces), self.store.gradients
+        return self._momenta(pieces), self.store.sources(pieces), self.store.gradients
 
-    def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> Pack | PackByRule:
+    def _momenta(self, pieces: Sequence[Piece]) -> list:
+        """Views of M of `pieces`: tensors, or in 8 bits `QuantizedView`s. Raises RuntimeError for
+        momentum that a step would misread.
+        """
+        key = momentum_key(self.group)
+        found = self.store.states(pieces, key)
+        for piece, tensor in zip(pieces, found):
+            name = self.store.names[piece.matrix.param]
+            check_bits(key, name, tensor.dtype, self.options.state_dtype)
+        return self.store.quantized(pieces, found) if self.is_8bit else found
+
+    def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> AnyPack:
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""
         M, *sources = self._momentum_args(pieces)
+        return self._bind_pack_of(pieces, M, [to[p] for p in pieces], *sources)
+
+    def _bind_pack_of(
+        self,
+        pieces: Sequence[Piece],
+        M: Sequence,
+        U: Sequence[torch.Tensor],
+        sources: Sequence[Source],
+        gradients: Sequence[torch.Tensor],
+    ) -> AnyPack:
+        """Bind the launch that reads G and M of `pieces` and writes U. Arguments of `Pack`."""
         skip = self.store.skip(pieces)
-        groups = self._groups(pieces)
-        return self.phases.pack(
-            M,
-            [to[p] for p in pieces],
-            *sources,
-            skip,
-            groups,
-            is_sum(self.group),
-            is_corrected(self.group),
-        )
+        form = self._groups(pieces), is_sum(self.group), is_corrected(self.group)
+        if self.is_8bit:
+            signs = sends_signs(self.group)
+            return QuantizedMomentum(M, U, sources, gradients, skip, *form, signs)
+        return self.phases.pack(M, U, sources, gradients, skip, *form)
 
     def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> AnyWeightUpdate:
         """Bind the launch that writes W and M of `pieces`; O, and numbers sent by the owner, are
         read from `orthogonal`.
         """
-        return self.phases.weight_update(
-            self._sent(pieces, orthogonal),
+        momentum = self._momentum_args(pieces) or (None, (), ())
+        O = [orthogonal[p] for p in pieces]
+        return self._bind_update_of(pieces, self._sent(pieces, orthogonal), O, *momentum)
+
+    def _bind_update_of(
+        self,
+        pieces: Sequence[Piece],
+        sent: Sequence[Mapping[str, torch.Tensor]],
+        O: Sequence[torch.Tensor],
+        M: Sequence | None = None,
+        sources: Sequence[Source] = (),
+        gradients: Sequence[torch.Tensor] = (),
+    ) -> AnyWeightUpdate | UpdateWithMomentum:
+        """Bind the launches that write W and, unless it is None, M of `pieces`. `sent`: as of
+        `_sent`; further arguments of `WeightUpdate`.
+        """
+        skip = self.store.skip(pieces)
+        groups = self._groups(pieces)
+        apart = self.is_8bit and M is not None
+        update = self.phases.weight_update(
+            sent,
             self.store.weights(pieces),
-            [orthogonal[p] for p in pieces],
+            O,
             self._scales(pieces),
-            self.store.skip(pieces),
-            *(self._momentum_args(pieces) or (None, (), ())),
-            self._groups(pieces),
+            skip,
+            *((None, (), ()) if apart else (M, sources, gradients)),
+            groups,
             **self._form_args(pieces),
         )
+        if not apart:
+            return update
+        sums = is_sum(self.group)
+        momentum = QuantizedMomentum(M, None, sources, gradients, skip, groups, sums)
+        return UpdateWithMomentum(update, momentum)
 
     def _sent(self, pieces: Sequence[Piece], views: Views) -> list[dict[str, torch.Tensor]]:
         """Numbers that the owner sends for each piece of a matrix: name -> view in `views`."""
@@ -553,47 +599,25 @@ class UnreducedUpdate(OwnerUpdate):
         self._bind_owned(owned, [self.mean.source(p) for p in owned])
         received = [p for p in self.to_shards.arrive if p.kind == "matrix"]
         # No momentum: only the owner keeps and writes M
-        self.update_received = self.phases.weight_update(
-            self._sent(received, self.to_shards.arrive),
-            self.store.weights(received),
-            [self.to_shards.arrive[p] for p in received],
-            self._scales(received),
-            self.store.skip(received),
-            None,
-            (),
-            (),
-            self._groups(received),
-            **self._form_args(received),
+        arrive = self.to_shards.arrive
+        self.update_received = self._bind_update_of(
+            received, self._sent(received, arrive), [arrive[p] for p in received]
         )
 
     def _bind_owned(self, owned: list[Piece], sources: list) -> None:
         """Bind launches on whole owned matrices. `sources`: positions of `owned` in the mean."""
-        store = self.store
         state = self._stored_state()  # of owned matrices: owners keep state
-        M = store.states(owned, momentum_key(self.group))
-        skip = store.skip(owned)
+        M = self._momenta(owned)
         whole = self.stacks.input_view
         means = sources, [self.mean.out]
-        groups = self._groups(owned)
-        form = is_sum(self.group), is_corrected(self.group)
-        self.pack_owned = self.phases.pack(
-            M, [whole[p] for p in owned], *means, skip, groups, *form
-        )
+        self.pack_owned = self._bind_pack_of(owned, M, [whole[p] for p in owned], *means)
         self.load = self._bind_loads(state, whole)
         self.save = self._bind_saves(state, whole)
         # The stacks lie in the shared scratch, which the next bucket takes over before `apply`
         kept = self._kept_views()
         self.disassemble = copy_unless_in_place({**self.to_shards.leave, **kept}, whole)
-        self.update_owned = self.phases.weight_update(
-            self._sent(owned, whole),
-            store.weights(owned),
-            [kept[p] for p in owned],
-            self._scales(owned),
-            skip,
-            M,
-            *means,
-            groups,
-            **self._form_args(owned),
+        self.update_owned = self._bind_update_of(
+            owned, self._sent(owned, whole), [kept[p] for p in owned], M, *means
         )
 
     def pack(self, constants: object) -> None:

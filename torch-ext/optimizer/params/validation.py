@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..kernels.quantized.blocks import BLOCK, is_quantized
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.decay import DECOUPLED
@@ -33,7 +34,7 @@ from ..rules.muon import (
     STEPS_KEY,
     is_stochastic,
 )
-from ..rules.rule import RULES, number_of, reads_gradients, rule_of
+from ..rules.rule import RULES, number_of, overrides, reads_gradients, rule_of
 from .checks.group_values import (
     BELOW_ONE,
     FINITE,
@@ -43,9 +44,15 @@ from .checks.group_values import (
     is_adamw,
     require,
 )
-from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
+from .dtensor import form_of, is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
-from .layout import check_local_shape, check_placements, check_state, check_unit_sharding
+from .layout import (
+    check_blocks,
+    check_local_shape,
+    check_placements,
+    check_state,
+    check_unit_sharding,
+)
 from .own_process_groups import refuse_late_key
 from .units import check_splits, splits_of
 
@@ -437,13 +444,25 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
             "gradients where they lay at the capture of a CUDA graph: leave capturable=True out "
             "(parts of the step are graphs without it), or compute in `before` and `after`"
         )
-    state = rule.state
+    is_8bit = is_quantized(options.state_dtype)
+    if is_8bit and overrides(rule, "update"):
+        raise NotImplementedError(
+            f"rule={group['rule']!r} overrides `update`, which computes momentum in torch, but "
+            "state_dtype=torch.int8 needs the package's kernels: use state_dtype=torch.bfloat16, "
+            "or compute in `before` and `after`"
+        )
+    state, checked = rule.state, set()
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
         if param.requires_grad and param.ndim > 1:
             name = name_of(group, number)
             check_unit_sharding(param, name, split)
             for per in {s.per for s in state}:
                 check_state(param, name, per, split, options.owner_keeps_state)
+            # Looks at every rank: once for parameters that are alike
+            likeness = param.shape, split, form_of(param)[3]
+            if is_8bit and likeness not in checked:
+                check_blocks(param, name, split, options.process_group, BLOCK)
+                checked.add(likeness)
             if callable(group["adjust_lr_fn"]):
                 check_scale_function(group["adjust_lr_fn"], split.shapes(param.shape), name)
 
