@@ -539,9 +539,7 @@ def check_blocks(
     ends within a block of `length` columns as stored, or if scales of blocks with the placements of
     `param` would lie on other ranks than the blocks. `group`: as for `layout_of`.
     """
-    stored = Split(view=split.view)
-    shape = tuple(param.shape)
-    columns = stored.shape(shape)[-1]
+    stored, shape = Split(view=split.view), tuple(param.shape)
     found = layout_of(param, group).as_matrices(stored)
     scales = layout_of(param, group, stored.block_shape(shape, length)).as_matrices(stored)
     units = replace(split, transposed=False).cut(shape)
@@ -553,7 +551,7 @@ def check_blocks(
         expected = [(a // length, -(-b // length)) for a, b in of_rank]
         if expected != [box[-1] for box in scales.boxes_of(rank)]:
             sides.add((1, 1))  # refused below
-    wrong = [a for side in sides for a in side if a % length and a != columns]
+    wrong = [a for side in sides for a in side if a % length and a != stored.shape(shape)[-1]]
     if wrong:
         raise NotImplementedError(
             f"parameter {name} of shape {shape}: state_dtype=torch.int8 keeps a scale for each "
