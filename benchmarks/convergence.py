@@ -3,7 +3,7 @@
     make build && python benchmarks/convergence.py --size 30m --out convergence.csv
     ... --optimizers adamw muon normuon     some of them; AdamW is always needed, for the rates of embeddings and head
     ... --seconds 500                       begin no run after so long; the next call goes on where this one ended
-    ... --show convergence.csv              print the table of the rows that are there, and train nothing
+    ... --show                              print the table of the rows that are there, and train nothing
 
 Tokens are bytes, weights are fp32, compute is bf16 by autocast. All runs of a size have the same text in the same
 order for a seed, the same warm-up and linear decay to 0, weight decay 0.1 on matrices, embeddings and head, and
@@ -73,13 +73,10 @@ SIZES = {
 
 def main() -> None:
     options = arguments()
-    if options.show:
-        rows = [row for row in read(options.show) if row["size"] == options.size]
-        print("\n".join(table(rows)) if rows else f"{options.show} has no rows of {options.size}")
-        return
-    Sweep(options).run()
+    if not options.show:
+        Sweep(options).run()
     rows = rows_so_far(options)
-    print("\n".join(table(rows)) if rows else "no run has ended")
+    print("\n".join(table(rows)) if rows else "no run of this size, text and length has ended")
 
 
 def arguments() -> argparse.Namespace:
@@ -92,7 +89,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so long")
     parser.add_argument("--runs", type=int, default=None, help="end after so many runs")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
-    parser.add_argument("--show", default=None, help="a CSV whose table to print")
+    parser.add_argument("--show", action="store_true", help="print the table of --out, and train nothing")
     add_output(parser, COLUMNS, "convergence.csv")
     return parser.parse_args()
 
@@ -168,41 +165,11 @@ def losses_of(rows: list[dict[str, str]]) -> dict[Run, float]:
     return {Run.of(row): float(row["heldout_loss"]) for row in rows}
 
 
-def search(start: Run, axis: str, losses: dict[Run, float]) -> tuple[Run, list[Run]]:
-    """(The best run along one rate, the runs that are wanted before it is known to be the best)."""
-    best, known = start, losses.get(start)
-    if known is None:
-        return start, [start]
-    while True:
-        beside = [replace(best, **{axis: getattr(best, axis) * factor}) for factor in (0.5, 2.0)]
-        if missing := [run for run in beside if run not in losses]:
-            return best, missing
-        better = min(beside, key=losses.get)
-        if losses[better] >= losses[best]:
-            return best, []
-        best = better
-
-
-def wanted(name: str, losses: dict[Run, float]) -> list[Run]:
-    """The runs of an optimizer that can begin now; none where it is done, or waits for another's rates."""
-    best, missing = adamw_rates(losses)
-    if name != "adamw":
-        if missing:
-            return []
-        best, missing = search(replace(best, optimizer=name, lr=OPTIMIZERS[name][1]), "lr", losses)
-    runs = missing or [replace(best, seed=seed) for seed in (PARITY_SEEDS if name == "muon" else SEEDS)]
-    if name == "torch_muon" and not missing:  # compared with our Muon at our rate, seed by seed
-        ours, waits = search(replace(best, optimizer="muon", lr=OPTIMIZERS["muon"][1]), "lr", losses)
-        runs += [] if waits else [replace(best, lr=ours.lr, seed=seed) for seed in PARITY_SEEDS]
-    return [run for run in runs if run not in losses]
-
-
-def search_together(start: Run, losses: dict[Run, float]) -> tuple[Run, list[Run]]:
-    """`search` along one rate for all parameters."""
+def search(start: Run, rates: tuple[str, ...], losses: dict[Run, float]) -> tuple[Run, list[Run]]:
+    """(The best run as rates are multiplied together, the runs that are wanted before it is known to be the best)."""
     best = start
     while best in losses:
-        beside = [replace(best, **{axis: getattr(best, axis) * factor for axis in ("lr", "embed_lr", "head_lr")})
-                  for factor in (0.5, 2.0)]
+        beside = [replace(best, **{rate: getattr(best, rate) * factor for rate in rates}) for factor in (0.5, 2.0)]
         if missing := [run for run in beside if run not in losses]:
             return best, missing
         better = min(beside, key=losses.get)
@@ -212,14 +179,27 @@ def search_together(start: Run, losses: dict[Run, float]) -> tuple[Run, list[Run
     return best, [best]
 
 
+def wanted(name: str, losses: dict[Run, float]) -> list[Run]:
+    """The runs of an optimizer that can begin now; none where it is done, or waits for another's rates."""
+    best, missing = adamw_rates(losses)
+    if name != "adamw":
+        if missing:
+            return []
+        best, missing = search(replace(best, optimizer=name, lr=OPTIMIZERS[name][1]), ("lr",), losses)
+    runs = missing or [replace(best, seed=seed) for seed in (PARITY_SEEDS if name == "muon" else SEEDS)]
+    if name == "torch_muon" and not missing:  # compared with our Muon at our rate, seed by seed
+        ours, waits = search(replace(best, optimizer="muon", lr=OPTIMIZERS["muon"][1]), ("lr",), losses)
+        runs += [] if waits else [replace(best, lr=ours.lr, seed=seed) for seed in PARITY_SEEDS]
+    return [run for run in runs if run not in losses]
+
+
 def adamw_rates(losses: dict[Run, float]) -> tuple[Run, list[Run]]:
     """(AdamW's best run of seed 0, the runs that it waits for)."""
     lr = OPTIMIZERS["adamw"][1]
-    best, missing = search_together(Run("adamw", lr, lr, lr, 0), losses)
-    for axis in ("embed_lr", "head_lr", "lr"):
-        if missing:
-            break
-        best, missing = search(best, axis, losses)
+    best, missing = Run("adamw", lr, lr, lr, 0), []
+    for rates in (("lr", "embed_lr", "head_lr"), ("embed_lr",), ("head_lr",), ("lr",)):
+        if not missing:
+            best, missing = search(best, rates, losses)
     return best, missing
 
 

@@ -53,7 +53,8 @@ MESHES = {  # mode -> (mesh shape for W ranks, placements as letters)
     **dict.fromkeys(("ddp", "ddp_sharded", "reduce", "allreduce", "single"), lambda W: None),
 }
 IN_8_BITS = ("muon_int8", "normuon_int8")  # with 8-bit momentum
-RULES = ("normuon_columns", "normuon_aspect", "adamuon", "muon_plus", "hyperball", "scion")  # by name, of matrices
+RULES = ("normuon_columns", "normuon_aspect", "adamuon", "muon_plus", "hyperball", "scion", "dion2",
+         "dion3")  # by name, of matrices
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
 REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 OTHER_WORK = 25, 8192  # so many bf16 products of square matrices of this size take 40 ms on an H100

@@ -207,7 +207,7 @@ def resident(dtype: str) -> int:
 def others(arch: str, shared: int):
     """Compile the kernels of everything that is not a product.
 
-    For sm90 each pair of flags of momentum, copies and weight update; elsewhere all of them on, and all off.
+    For sm90 each pair of flags of momentum, copies and weight update; elsewhere each form of them once or twice.
     """
     pack, update, norm, aol, check, quantized = (
         part(f"{name}")
@@ -228,9 +228,10 @@ def others(arch: str, shared: int):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
         own = dict(groups="*i64", GROUPED=skips)
         fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
-        for form in ({"SUMS": False, "CORRECTED": skips}, {"SUMS": True, "CORRECTED": False}):
-            if arch == "sm90" or form["SUMS"] == skips:
-                yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SIGNS=skips, **form))
+        for form in ({"SUMS": False, "CORRECTED": not skips}, {"SUMS": True, "CORRECTED": False}, {"FEEDBACK": True}):
+            if arch == "sm90" or form.get("SUMS", not skips) == skips or not skips:
+                yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SIGNS=skips) | {
+                    "SUMS": False, "CORRECTED": False, "FEEDBACK": False} | form)
         in_8_bits = dict(fresh, NESTEROV=True, LENGTH=64, ACCESS=int(not skips), TYPE_0=triton.language.int8,
                          TYPE_1=triton.language.float32)
         # With U: all flags on, and all off. M alone is written without them
@@ -245,13 +246,16 @@ def others(arch: str, shared: int):
                 yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=access))
         pairs = [(momenta, decay) for momenta, decay in itertools.product((False, True), (0, 1, 2))
                  if (momenta + decay) % 2 == skips]
-        for momenta, decay in pairs if arch == "sm90" else [(skips, 2 * skips)]:
+        for momenta, decay in pairs if arch == "sm90" else [(True, 0), (skips, 1 + skips)]:
             rounds = skips != (decay == 1)
             arguments = fresh if momenta else dict(
                 skip, **own, addresses=None, weight=None, update_momentum="i32")
             arguments |= dict(scales="*fp32", sent="*i64", factors="*fp32", MOMENTA=momenta, SUMS=skips, keys="*i64",
-                              TYPE_4=TYPES["TYPE_2"], TYPE_5=TYPES["TYPE_2"])
+                              FEEDBACK=False, TYPE_4=TYPES["TYPE_2"], TYPE_5=TYPES["TYPE_2"])
             yield compile_for(arch, update._update_kernel, dict(arguments, DECAY=decay, FACTORS=0, ROUNDS=rounds))
+            if momenta:
+                yield compile_for(arch, update._update_kernel, dict(
+                    arguments, DECAY=decay, FACTORS=0, ROUNDS=False, SUMS=False, FEEDBACK=True))
             if decay == 0:
                 for kind in (dict(DECAY=3, FACTORS=1), dict(DECAY=0, FACTORS=1), dict(DECAY=0, FACTORS=2, ACCESS=1)):
                     yield compile_for(arch, update._update_kernel, {**arguments, **kind, "ROUNDS": rounds})
@@ -263,6 +267,9 @@ def others(arch: str, shared: int):
                   GROUPED=False,
                   guesses="*fp32", scales="*fp32", aim="fp32")
     cast, scales = norm._cast_kernel, norm._norm_kernel
+    sums = dict(X="*bf16", out="*fp32", R="i32", C="i32", BLOCK=1024)
+    yield compile_for(arch, aol._row_absolutes_kernel, sums)
+    yield compile_for(arch, aol._column_absolutes_kernel, sums | dict(blocks="i32", ROWS=32, COLUMNS=64))
     for kernel in (cast, scales):
         yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", O="*bf16", X="*fp16"))
         if arch == "sm90":  # sizes of 1 are constants to the compiler

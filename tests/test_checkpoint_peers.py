@@ -533,10 +533,15 @@ def test_other_optimizers_momentum_is_refused_when_loaded():
     params = [nn.Parameter(torch.randn(4, 3))]
     theirs = torch.optim.SGD(params, lr=0.1, momentum=0.9)
     train(theirs, params, range(1))
+    saved = theirs.state_dict()
+    with pytest.raises(ValueError, match="group 0 was saved by torch.optim.SGD"):
+        package().Muon(params).load_state_dict(saved)
+    for key in ("dampening", "nesterov"):
+        del saved["param_groups"][0][key]
     with pytest.raises(
         ValueError, match="saved by another optimizer: it has momentum, but no adjust_lr_fn"
     ):
-        package().Muon(params).load_state_dict(theirs.state_dict())
+        package().Muon(params).load_state_dict(saved)
 
 
 def test_keys_that_the_own_group_has_are_no_marks():

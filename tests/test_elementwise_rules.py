@@ -23,7 +23,7 @@ OPTIONS = {
     "lion": {"betas": BETAS}, "sgd": {"momentum": MU, "nesterov": False}, "sgd, nesterov": {"momentum": MU},
     "sgd, without momentum": {"momentum": 0.0}, "sign": {"momentum": MU, "radius": RADIUS},
 }
-KEYS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}, "sgd": {"momentum_buffer"},
+KEYS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}, "sgd": {"momentum_sum"},
         "sign": {"momentum_buffer"}}
 
 
@@ -413,3 +413,38 @@ def test_a_graph_has_the_bits_of_launches(case, decay, optimizer):
             made.step()
         results.append([t for p in params for t in (p.detach(), *made.state[p].values())])
     assert same(*results)
+
+
+@pytest.mark.parametrize("rule", ["scion", "sign"])
+@pytest.mark.parametrize("radius", [float("nan"), -1.0, "2"])
+def test_a_wrong_radius_set_live_is_refused(rule, radius, optimizer):
+    (weight,) = tensors([(6, 4)])
+    p = nn.Parameter(weight.clone())
+    made = optimizer.Muon([{"params": [p], "use_muon": rule == "scion", "rule": rule}], lr=LR)
+    train(made, [p], [0])
+    before = p.detach().clone()
+    made.param_groups[0]["radius"] = radius
+    fill([p], 1)
+    with pytest.raises(ValueError, match="in group 0 .*radius=.* is not allowed: it must be a finite number > 0"):
+        made.step()
+    assert torch.equal(p, before)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "sign"])
+def test_state_of_torchs_sgd_is_refused_with_the_way_out(rule, optimizer):
+    """Its weight decay is part of the gradient, and its momentum is a sum."""
+    theirs, ours = ([nn.Parameter(w.clone()) for w in tensors([(6, 4)])] for _ in "12")
+    peer = torch.optim.SGD(theirs, lr=LR, momentum=MU)
+    train(peer, theirs, [0])
+    made = optimizer.Muon([group_of(rule, ours)], lr=LR, momentum=MU, weight_decay=0.0)
+    with pytest.raises(ValueError, match="saved by torch.optim.SGD.*rename the key and remove dampening"):
+        made.load_state_dict(peer.state_dict())
+    if rule == "sgd":
+        state = peer.state_dict()
+        state["state"] = {i: {"momentum_sum": s["momentum_buffer"]} for i, s in state["state"].items()}
+        del state["param_groups"][0]["dampening"]
+        made.load_state_dict(state)
+        ours[0].data.copy_(theirs[0].detach())
+        for params, stepped in ((theirs, peer), (ours, made)):
+            train(stepped, params, [1])
+        torch.testing.assert_close(ours[0], theirs[0])

@@ -216,8 +216,9 @@ def by_bucket(optimizer):
     """
     found = []
     for bound in [route for route, _ in optimizer._bound.jobs if route.bucket is not None]:
-        pieces = [p for p in bound.rank_plan.stored if p.kind != "second_moment"]
-        here = [p for p in bound.rank_plan.stored if bound.bucket.route == "exchange" or p.owner == bound.rank]
+        stored = [p for p in bound.rank_plan.stored if not p.kind.startswith("sent:")]
+        pieces = [p for p in stored if p.kind != "second_moment"]
+        here = [p for p in stored if bound.bucket.route == "exchange" or p.owner == bound.rank]
         rows, others = ([p for p in here if (p.kind == "second_moment") == is_row] for is_row in (True, False))
         keys = ("exp_avg", "exp_avg_sq") if "chunk" in {p.kind for p in pieces} else ("momentum_buffer",)
         views = [bound.store.weights(pieces), bound.store.states(rows, "second_moment"),

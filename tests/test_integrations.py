@@ -246,6 +246,21 @@ def test_steps_with_dions_arguments_are_dions(make, options):
         assert_next_step_is_theirs(theirs, matrices + rest, ours, optimizer, number, apart=apart)
 
 
+def test_lion_of_dion():
+    """U = sign(beta1 M + (1 - beta1) G), M <- beta2 M + (1 - beta2) G, decoupled decay."""
+    (p,), = drawn([(30, 6)])
+    groups = [{"params": [p], "algorithm": "lion", "lr": 0.1}]
+    optimizer = package().DionMuon(groups, betas=(0.8, 0.9), weight_decay=0.5)
+    W, M = p.detach().double(), torch.zeros(30, 6, dtype=torch.float64)
+    for step in range(3):
+        G = torch.randn(30, 6, generator=torch.Generator().manual_seed(step))
+        p.grad = G.clone()
+        optimizer.step()
+        W = W * (1 - 0.1 * 0.5) - 0.1 * (0.8 * M + 0.2 * G).sign()
+        M = 0.9 * M + 0.1 * G
+        torch.testing.assert_close(p.detach().double(), W, atol=1e-6, rtol=1e-6)
+
+
 def test_dions_signatures():
     """By position, as dion at 0a059a4 has them."""
     (matrices,) = drawn([(8, 4)])
@@ -292,8 +307,8 @@ def test_the_process_group_of_dion_is_that_of_copies():
     ({"newton_schulz_func": abs}, "newton_schulz_func is not supported"),
     ({"weight_decay": torch.tensor(0.1)}, "weight_decay is a tensor"),
     ({"adjust_lr": "spectral"}, "adjust_lr='spectral' must be one of"),
-    ({"group": {"algorithm": "lion"}}, 'algorithm="lion" is not implemented'),
-    ({"group": {"algorithm": "normuon"}}, "algorithm='normuon' must be 'muon' or 'adamw'"),
+    ({"group": {"algorithm": "dion"}}, "algorithm='dion' must be 'muon', 'adamw' or 'lion'"),
+    ({"group": {"algorithm": "normuon"}}, "algorithm='normuon' must be 'muon', 'adamw' or 'lion'"),
     ({"group": {"mu_": 0.9}}, "group of dion: there is no key 'mu_'; did you mean 'mu'"),
     ({"group": {"num_heads": 2, "split_sizes": (4, 4)}}, "exclude each other")])
 def test_what_dion_has_and_this_package_has_not_is_refused(options, message):
@@ -307,7 +322,7 @@ def test_what_dion_has_and_this_package_has_not_is_refused(options, message):
 
 
 def test_stages_keep_the_patterns_that_concern_them():
-    of_part, warn = part("integrations.titan")._of_part, part("integrations.titan")._warn_unmatched
+    of_part, warn = part("integrations.titan")._values_of_part, part("integrations.titan")._warn_unmatched
     overrides = {"lm_head*": {"lr": 1.0}, "*.q*": {"lr": 2.0}}
     config = {"lr": 0.1, "adamw": ["embed*", "*.up.weight"], "overrides": overrides}
     names = ["layers.0.q_proj.weight", "layers.0.up.weight"]

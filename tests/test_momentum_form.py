@@ -353,3 +353,28 @@ def test_the_kernels_have_the_bits_of_torch(early, form, nesterov, skips, device
         if form == CORRECTED and not (skips and i == 1):
             a, b = 0.1 / (1 - 0.9**2), 0.9 / (1 - 0.9**3)
             torch.testing.assert_close(results[0][8 + i], torch.lerp(m, g, a / (a + b) * half) if nesterov else m)
+
+
+def from_lr_0(rank, world):
+    """The counts of each step of a warm-up from lr 0 whose first gradients are zero on the last rank."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh, generator = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
+
+    def placed(t):
+        return distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None)
+
+    p = nn.Parameter(placed(torch.randn(6, 4, generator=generator)))
+    optimizer, counts = package().Muon([("w", p)], lr=0.0, momentum_form="bias_corrected"), []
+    for step in range(3):
+        gradient = torch.randn(6, 4, generator=generator)
+        gradient[4:] *= step > 0
+        p.grad = placed(gradient)
+        optimizer.param_groups[0]["lr"] = 0.1 * step
+        optimizer.step()
+        counts.append(optimizer.param_groups[0]["momentum_steps"])
+    return counts
+
+
+def test_ranks_count_a_step_alike_whose_gradients_are_zero_on_some(optimizer):
+    assert run_threads(3, from_lr_0) == [[1, 2, 3]] * 3

@@ -33,6 +33,11 @@ def build(mode, name, shapes, split=3, dtype=torch.float32, dim=0, group=(), **o
     return params, getattr(package(), name)([g for g in groups if g["params"]], **options)
 
 
+CORRECTED, ROUNDED = {"momentum_form": "bias_corrected"}, {"rounding": "stochastic"}
+USUAL = {  # of the other ranks, where it is not the default
+    "beta2": {"name": "NorMuon"}, "momentum_steps": {"group": CORRECTED}, "radius": {"group": {"rule": "scion"}},
+    **dict.fromkeys(("rounding_seed", "rounding_step"), {"group": ROUNDED, "dtype": torch.bfloat16}),
+}
 # what the odd rank has; what it is told
 CASES = {
     "order": ({"shapes": [(6, 8), (8, 6), (12, 4), (6,)]}, "parameters; the first is number 0, here #0 of shape"),
@@ -50,6 +55,10 @@ CASES = {
     "betas": ({"adamw_betas": (0.8, 0.9)}, "group option betas"),
     "beta2": ({"name": "NorMuon", "beta2": 0.5}, "group option beta2"),
     "class": ({"name": "NorMuon"}, "group option beta2"),
+    "momentum_steps": ({"group": CORRECTED | {"momentum_steps": 2}}, "group option momentum_steps"),
+    "rounding_seed": ({"group": ROUNDED | {"rounding_seed": 2}}, "group option rounding_seed"),
+    "rounding_step": ({"group": ROUNDED | {"rounding_step": 2}}, "group option rounding_step"),
+    "radius": ({"group": {"rule": "scion", "radius": 2.0}}, "group option rule options"),
     "wire_dtype": ({"wire_dtype": torch.float32}, "wire_dtype"),
     "state_dtype": ({"state_dtype": torch.bfloat16}, "state_dtype"),
     "ns_dtype": ({"ns_dtype": torch.float32}, "ns_dtype"),
@@ -75,8 +84,7 @@ def told(rank, world, mode, odd, usual=None):
 @pytest.mark.parametrize("case", CASES)
 def test_the_odd_rank_and_what_it_has_are_told(case, mode, optimizer):
     odd, what = CASES[case]
-    usual = {"name": "NorMuon"} if case == "beta2" else None
-    for rank, (messages, moved) in enumerate(run_threads(4, told, mode, odd, usual, timeout=20)):
+    for rank, (messages, moved) in enumerate(run_threads(4, told, mode, odd, USUAL.get(case), timeout=20)):
         for message in messages:
             assert f"rank {rank}: the ranks have different plans. Ranks [2] and ranks [0, 1, 3] differ in: {what}" in (
                 message), message

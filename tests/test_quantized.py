@@ -110,7 +110,7 @@ def test_the_kernel_has_the_bits_of_torch_and_computes_the_formula(early, nester
         take(path, monkeypatch)
         M, U = copies(start), [poisoned(*shape, device=device) for shape in SHAPES]
         module = part("kernels.quantized.momentum")
-        bound = module.QuantizedMomentum(M, U, sources, G, skip, groups, sums, corrected, signs)
+        bound = module.QuantizedMomentum(M, U, sources, G, skip, groups, sums, corrected, signs=signs)
         bound(G, at, numbers, nesterov, early)
         if not early:
             assert all(torch.equal(m.values, s.values) for m, s in zip(M, start))

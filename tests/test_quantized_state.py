@@ -107,13 +107,15 @@ def test_the_bits_of_one_gpu(capturable, world, optimizer):
 
 
 FORMS = {"corrected": {"momentum_form": "bias_corrected"}, "sum": {"momentum_form": "sum"},
-         "signs": {"rule": "adamuon"}, "mean": {}}
+         "signs": {"rule": "adamuon"}, "rounded": {"rounding": "stochastic"}, "mean": {}}
 
 
 def third_weights(dtype, options):
     """Weights after three steps; before the third, the momentum of fp32 becomes that of 8 bits."""
     torch.manual_seed(0)
     start, grads = torch.randn(20, 130), torch.randn(3, 20, 130)
+    if "rounding" in options:
+        start, grads = start.bfloat16(), grads.bfloat16()
     eight, wide = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     ours = package().Muon([eight], lr=0.1, state_dtype=INT8, **options)
     theirs = package().Muon([wide], lr=0.1, state_dtype=dtype, **options)
@@ -164,13 +166,14 @@ def test_elementwise_rules_keep_fp32(rule, optimizer, tmp_path):
     assert all(same(results[0], other) for other in results[1:])
 
 
-def test_8_bit_momentum_is_not_read_by_a_rule_of_elements(optimizer):
+@pytest.mark.parametrize("form, rule, key", [("ema", "sign", "momentum_buffer"), ("sum", "sgd", "momentum_sum")])
+def test_8_bit_momentum_is_not_read_by_a_rule_of_elements(form, rule, key, optimizer):
     p = nn.Parameter(torch.randn(6, 70))
     p.grad = torch.randn(6, 70)
-    muon = optimizer.Muon([("w", p)], state_dtype=INT8)
+    muon = optimizer.Muon([("w", p)], state_dtype=INT8, momentum_form=form)
     muon.step()
-    muon.param_groups[0].update(use_muon=False, rule="sgd", betas=(0.9, 0.95), dampening=0.0)
-    with pytest.raises(RuntimeError, match="momentum_buffer of parameter w is torch.int8.*reads torch.float32"):
+    muon.param_groups[0].update(use_muon=False, rule=rule, radius=1.0)
+    with pytest.raises(RuntimeError, match=f"{key} of parameter w is torch.int8.*reads torch.float32"):
         muon.step()
 
 
@@ -444,6 +447,9 @@ def test_a_nan_spoils_its_matrix_alone(optimizer):
     assert params[0].isnan().all() and params[1].isfinite().all()
     scales = muon.state[params[0]]["momentum_scale"]
     assert scales.isnan().nonzero().tolist() == [[3, 1]]
+    del muon.state[params[0]]["momentum_buffer"]  # new numbers have new scales
+    go_on(params, muon, [1])
+    assert muon.state[params[0]]["momentum_scale"].isfinite().all()
     muon.load_state_dict(saved)
     assert muon.state[params[0]]["momentum_scale"].isfinite().all()
     strict = optimizer.Muon([params[1]], state_dtype=INT8, nonfinite="raise")
@@ -515,6 +521,9 @@ def test_what_cannot_be_is_refused_at_construction(optimizer):
 
     with pytest.raises(NotImplementedError, match="overrides `update`.*state_dtype=torch.bfloat16"):
         muon((8, 64), rule=Own)
+    for rule in ("dion2", "dion3"):
+        with pytest.raises(NotImplementedError, match=f"rule='{rule}' keeps what it does not.*state_dtype=torch.bf"):
+            muon((8, 64), rule=rule)
     for dtype in (torch.float8_e4m3fn, torch.uint8, torch.float16):
         with pytest.raises(ValueError, match="state_dtype=torch.*must be one of.*torch.int8"):
             optimizer.Muon([nn.Parameter(torch.ones(4, 4))], state_dtype=dtype)

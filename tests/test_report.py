@@ -29,7 +29,7 @@ def stepped(rank, world, timing, reduced=None):
     if reduced is not None:
         options = {"process_group": dist.group.WORLD, "grads_are_reduced": reduced}
     groups = [{"params": params[:-1]}, {"params": params[-1:], "use_muon": False}]
-    optimizer = package().NorMuon(groups, lr=0.1, workspace_bytes=40_000 if reduced is False else 30_000, **options)
+    optimizer = package().NorMuon(groups, lr=0.1, workspace_bytes=40_000 if reduced is False else 32_000, **options)
     optimizer.timing = timing
     for _ in range(3):
         for p in params:

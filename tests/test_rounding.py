@@ -106,6 +106,10 @@ def test_kernel_and_torch_give_the_same_bits_however_a_matrix_is_cut(part, devic
         take(path, monkeypatch)
         results += map(run, cuts)
     assert all(torch.equal(a, b) for one in results for a, b in zip(one, results[0]))
+    if decay == 0:  # with the key of group 1
+        numbers_of = ((7 << 32) + torch.arange(R * C, device=device)).view(R, C)
+        wide = (W.float() * numbers[1, 1]).sub_(O.float() * (torch.tensor(0.3, device=device) * numbers[1, 0]))
+        assert torch.equal(results[0][0], update.rounded_torch(wide, numbers_of, keys[1]).to(BF16))
     nearest = (W.float() * 0.9 - O.float() * 3e-4).to(BF16)
     assert decay or 0 < (results[0][0] != nearest).float().mean() < 0.6
 
@@ -116,7 +120,14 @@ SHAPES = [(16, 24), (24, 16), (10, 12), (3, 8, 6), (24, 16), (12, 20)]
 FORMS = {"split": [None, None, None, None, {"heads": 4}, None], "transposed": 5 * [False] + [True]}
 
 
-def stepped(rank, world, kind, steps=3, named=True):
+WAYS = {
+    "plain": {}, "normuon": {"cls": "NorMuon", "decay": "cautious"}, "skip": {"nonfinite": "skip"},
+    "dion2": {"rule": "dion2", "select": "row", "blocks": 3, "decay": "initial"},
+    "dion3": {"rule": "dion3", "blocks": 2},
+}
+
+
+def stepped(rank, world, kind, steps=3, named=True, way="plain"):
     """Whole weights after some steps, which begin and go on equally on every layout."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -134,7 +145,8 @@ def stepped(rank, world, kind, steps=3, named=True):
     names = [f"module.layer{i}.weight" if kind == "ddp" else f"layer{i}.weight" for i in range(len(params))]
     given = list(zip(names, params)) if named else params
     options |= {"rounding": "stochastic", "rounding_seed": 3, "workspace_bytes": 40_000}
-    opt = package().Muon([{"params": given, **FORMS}], lr=1e-4, **options)
+    options |= WAYS[way]
+    opt = getattr(package(), options.pop("cls", "Muon"))([{"params": given, **FORMS}], lr=1e-4, **options)
     for _ in range(steps):
         for i, p in enumerate(params):
             p.grad = placed(torch.randn(SHAPES[i], generator=generator).to(BF16))
@@ -143,11 +155,34 @@ def stepped(rank, world, kind, steps=3, named=True):
     return [p.full_tensor().detach() if is_sharded else p.detach().clone() for p in params]
 
 
-@pytest.mark.parametrize("kind", ["shard0", "shard1", "ddp", "owners"])
-def test_layouts_give_the_bits_of_one_process(kind):
-    alone = stepped(0, 1, "alone")
-    for weights in run_threads(3, stepped, kind):
+@pytest.mark.parametrize("way, kind", [
+    *(("plain", kind) for kind in ("shard0", "shard1", "ddp", "owners")), ("normuon", "shard0"), ("skip", "shard1"),
+    ("dion2", "shard0"), ("dion2", "ddp"), ("dion3", "shard1"), ("dion3", "ddp")])
+def test_layouts_give_the_bits_of_one_process(way, kind):
+    alone = stepped(0, 1, "alone", way=way)
+    for weights in run_threads(3, stepped, kind, 3, True, way):
         assert all(map(torch.equal, weights, alone))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_form_of_a_step_draws(way, monkeypatch, optimizer):
+    """Of each matrix some elements are rounded otherwise than to nearest."""
+    drawn = stepped(0, 1, "alone", way=way)
+    monkeypatch.setattr(part("kernels.elementwise.weight_update"), "rounded_torch", lambda values, *_: values)
+    assert not any(map(torch.equal, drawn, stepped(0, 1, "alone", way=way)))
+
+
+def test_groups_and_experts_have_bits_of_their_own(optimizer):
+    """Equal weights and gradients: two experts of a stack, and two groups whose seeds differ."""
+    full = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).to(BF16)
+    stack, one, two = nn.Parameter(full.repeat(2, 1, 1)), nn.Parameter(full.clone()), nn.Parameter(full.clone())
+    groups = [{"params": [p], "rounding_seed": seed} for seed, p in enumerate((stack, one, two))]
+    opt = optimizer.Muon(groups, lr=1e-2, rounding="stochastic")
+    for p in (stack, one, two):
+        p.grad = torch.ones_like(p) * full
+    opt.step()
+    weights = [*stack.detach(), one.detach(), two.detach()]
+    assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
 
 
 def test_names_give_parameters_bits_of_their_own(optimizer):

@@ -141,25 +141,39 @@ def test_a_rule_may_change_live(optimizer):
     assert torch.equal(params[0], twins[0])
 
 
-def test_a_switch_that_chooses_a_kernel_may_change_live(optimizer):
-    """`sign` of adamuon: the second step has the bits of an optimizer that had the value from its construction on."""
-    live, other = weights(), weights()
-    one = optimizer.Muon(live, rule="adamuon")
-    fill(live)
-    one.step()
-    two = optimizer.Muon([{"params": other, "sign": False}], rule="adamuon")
-    state = one.state_dict()
-    state["param_groups"][0]["sign"] = False
-    two.load_state_dict(state)
-    with torch.no_grad():
-        other[0].copy_(live[0])
-    one.param_groups[0]["sign"] = False
-    fill(live)
-    other[0].grad = live[0].grad.clone()
-    before = live[0].detach().clone()
-    one.step()
-    two.step()
-    assert torch.equal(live[0], other[0]) and not torch.equal(live[0], before)
+SWITCHES = {
+    "sign": ({"rule": "adamuon"}, {"sign": True}, {"sign": False}),
+    "rounding": ({}, {"rounding": "nearest"}, {"rounding": "stochastic", "rounding_seed": 1, "rounding_step": 0}),
+    "momentum_form": ({}, {"momentum_form": "ema"}, {"momentum_form": "bias_corrected", "momentum_steps": 1}),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_that_chooses_a_kernel_may_change_live(switch, optimizer):
+    """The second step has the bits of an optimizer that had the new value from its construction on, and others than
+    without the change.
+    """
+    options, old, new = SWITCHES[switch]
+    (first,), gradients = weights(), [torch.randn(8, 6) for _ in "12"]
+    first.data = first.detach().to(torch.bfloat16)
+
+    def stepped(second, then):
+        p = nn.Parameter(first.detach().clone())
+        live = optimizer.Muon([{"params": [p], **old}], lr=0.1, **options)
+        p.grad = gradients[0].to(p.dtype)
+        live.step()
+        if second is not None:
+            state = live.state_dict()
+            live = optimizer.Muon([{"params": [p], **second}], lr=0.1, **options)
+            state["param_groups"][0].update(second)
+            live.load_state_dict(state)
+        live.param_groups[0].update(then)
+        p.grad = gradients[1].to(p.dtype)
+        live.step()
+        return p.detach()
+
+    changed = stepped(None, new)
+    assert torch.equal(changed, stepped(new, {})) and not torch.equal(changed, stepped(None, {}))
 
 
 def test_a_rule_without_its_options_is_refused(optimizer):

@@ -37,6 +37,14 @@ def test_a_subclass_of_a_fused_rule_is_refused(name):
         check(type("Mine", (known,), {"after": lambda self, O, units: O * 0}))
 
 
+@pytest.mark.parametrize("name, inner", [("dion2", "selection"), ("scion", "adjust_lr_fn")])
+def test_what_only_built_in_rules_have_is_refused(name, inner):
+    """Also with phases in plain torch: the engine relies on it, and the trial cannot check it."""
+    known = type(part("rules.rule").RULES[name])
+    with pytest.raises(ValueError, match=f"inherits `{inner}` of a built-in rule"):
+        check(type("Mine", (known,), {"fused": False}))
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_trial_leaves_and_ignores_defaults_of_torch(device):
     before = torch.get_rng_state()

@@ -184,7 +184,7 @@ def copied(route):
     rank_plan = route.rank_plan
     ways = rank_plan.inbound.arrive, rank_plan.outbound.leave
     arrive, leave = ({p for p in way if p.kind == "matrix"} for way in ways)
-    rows = [sum(p.kind == "second_moment" for p in way) for way in ways]
+    rows = [sum(p.kind != "matrix" for p in way) for way in ways]
     return (len(arrive), len(route.assemble.to) - rows[0], len(leave | set(rank_plan.kept)),
             len(route.disassemble.to) - rows[1])
 

@@ -322,7 +322,7 @@ def rank_plan_with(needs):
     rank_plan = part("planning.rank_plan")
     travel = rank_plan.AllToAllPlan({}, {}, (), (), ())
     uses = ("leave", "return", "kept", "arrive", "scratch_a", "scratch_b", "wide", "until_apply", "gram_scratch",
-            "stack", "mean")
+            "stack", "mean", "selected", "unselected")
     return rank_plan.RankPlan((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
 
 
@@ -331,7 +331,7 @@ def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
     workspace = part("execution.workspace").Workspace(3, torch.device("cpu"))
     rank_plans = [rank_plan_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "scratch_a": 45,
                                   "scratch_b": 45, "kept": 5 * i, "wide": 20, "until_apply": 3 * i, "stack": 32,
-                                  "gram_scratch": 8 + 8 * i, "mean": 9})
+                                  "gram_scratch": 8 + 8 * i, "mean": 9, "selected": 11, "unselected": 9 + 9 * i})
                   for i in range(6)]
     for number, rank_plan in enumerate(rank_plans):
         workspace.reserve(number, rank_plan)
@@ -344,7 +344,10 @@ def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
         scratch.append(lent["stack"].untyped_storage().data_ptr())
         in_buffer = ("leave", "return", "scratch_a", "scratch_b")
         assert {lent[use].untyped_storage().data_ptr() for use in in_buffer} == {buffers[-1]}
-        assert {lent[use].untyped_storage().data_ptr() for use in ("gram_scratch", "mean")} == {scratch[-1]}
+        in_scratch = ("gram_scratch", "mean", "selected", "unselected")
+        assert {lent[use].untyped_storage().data_ptr() for use in in_scratch} == {scratch[-1]}
+        end = lent["unselected"].data_ptr() + lent["unselected"].numel()
+        assert all(lent[use].data_ptr() >= end for use in ("stack", "selected", "mean"))
     assert buffers[:3] == buffers[3:] and len({*buffers, *scratch}) == 4 and len(set(scratch)) == 1
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for lent in taken for t in lent.values()}
     sizes_of = [rank_plan.workspace_layout()[1] for rank_plan in rank_plans]
@@ -373,7 +376,8 @@ def bound_on_rank(rank, world, route):
         bucket, rank, *layouts_of(store), part("planning.memory_model").PlanInputs(2, ROWS)
     )
     memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in rank_plan.use_bytes.items()}
-    made = part("execution.workspace").Stacks(rank_plan, memory, torch.bfloat16, ROWS)
+    wide = {"second_moment": ("row", torch.float32)}
+    made = part("execution.workspace").Stacks(rank_plan, memory, torch.bfloat16, wide)
     stacks, rows, views = made.inputs, [wide["second_moment"] for wide in made.wide], made.input_view
     assert sum(s.shape[0] for s in stacks) == len(rank_plan.matrices) and set(views) == set(rank_plan.owned)
     for i, tensor in enumerate([*stacks, *rows]):

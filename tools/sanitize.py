@@ -199,6 +199,8 @@ def rows(device, size) -> None:
         for order in (("row",), ("column",), ("row", "column"), ("column", "row")):
             norms.equalize(X, order, 1e-7)
             norms.equalize(X, order, 1e-7, torch.ones(2, 1, 1, device=device))
+        for per in ("row", "column"):
+            part("kernels.elementwise.aol").absolute_sums(X, per)
 
 
 def rectangles(device, size) -> None:

@@ -362,7 +362,7 @@ def _state_at(
             rows = plan.state_rows[i][ranks_of_group(plan.process_group).index(rank)]
             numel = rows * math.prod(state_shape(param, key, plan.split(i))[1:])
         elif STATES[key].per == "block":
-            # Shards begin at whole blocks, see `params.layout.check_blocks`
+            # Shards begin at whole blocks, see `params.validation.check_blocks`
             stored = [stop - start for start, stop in layout.boxes[rank]]
             numel = math.prod(plan.split(i).block_shape(stored, BLOCK_8BIT))
         elif STATES[key].per != "element":

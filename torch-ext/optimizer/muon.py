@@ -101,8 +101,8 @@ class Muon(StateDictMethods):
         up or down at random, so that many small updates move a weight as far as in fp32
         (docs/memory.md). Equal bits on all layouts; `state_dict` keeps seed and count of steps.
     rule (None): what a step computes, in groups without a key `rule`: a name of docs/rules.md or a
-        subclass of `Rule`. Options of the rule are keys of groups. None: "muon", in `NorMuon`
-        "normuon".
+        subclass of `Rule`. Options of the rule are keys of groups, and arguments beside `rule`.
+        None: "muon", in `NorMuon` "normuon".
     adamw_betas ((0.9, 0.95)), adamw_eps (1e-8): defaults of `betas` and `eps` in AdamW groups.
     process_group (None): ranks with copies of plain (non-DTensor) parameters, or a 1-D DeviceMesh.
         The ranks split the work. None: every process steps plain parameters alone. A group may have
@@ -168,9 +168,10 @@ class Muon(StateDictMethods):
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
+        rule_options = check.take_options(rule, options)
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
-        self._rule = rule
+        self._rule, self._rule_options = rule, rule_options
         is_known = isinstance(rounding, str) and rounding in ROUNDINGS
         require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
         check_seed("rounding_seed", rounding_seed)
@@ -231,6 +232,7 @@ class Muon(StateDictMethods):
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
         self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys
+        self._rule_options: dict[str, object] = {}  # of `_rule`, for groups without these keys
 
     def _attach_clip(self) -> None:
         """Give `qk_clip` the parameters. Raises TypeError or ValueError if that is impossible."""
@@ -300,7 +302,7 @@ class Muon(StateDictMethods):
         """
         if validation.is_adamw(group):
             return
-        check.adopt(group, self._rule, validation.GROUP_KEYS)
+        check.adopt(group, self._rule, validation.GROUP_KEYS, self._rule_options)
         adopt_rounding(group, *self._rounding)
         if is_corrected(group):
             group.setdefault(STEPS_KEY, 0)
@@ -421,15 +423,14 @@ class Muon(StateDictMethods):
                 hook.on_error()
             raise
         self._half_way = False
-        if bound.inputs.draws and not creates_state:
-            count_drawn(self.param_groups)
         self._preparation.process_groups.end_step()
         bound.inputs.drop_gradients()
         if bound.nonfinite is not None:
             self._count_skipped(bound.nonfinite, found_inf is None)
-        # A step that creates state changes nothing
-        if bound.counting and not bound.missing.only_counts:
+        # Other groups have no counts. A step that only creates state is not counted
+        if (bound.counting or bound.inputs.draws) and bound.missing.has_stepped():
             count_momentum(bound.counting)
+            count_drawn(self.param_groups if bound.inputs.draws else ())
 
     def _read_groups(self) -> None:
         """Check and follow values that schedules wrote into groups; ValueError names the group."""

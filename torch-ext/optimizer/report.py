@@ -144,7 +144,7 @@ class Row:
     bucket: int  # index of the job in the step
     route: str  # as in `Bucket.route`; "elementwise": AdamW where parameters are stored
     ranks: int  # number of ranks
-    matrices: dict  # (rows, columns) -> count, of all ranks
+    matrices: dict  # (rows, columns) that are orthogonalized -> count, of all ranks
     mine: int  # matrices owned by this rank
     workspace_bytes: int  # of this rank
     sent_in_bytes: int  # sent by this rank to owners
@@ -304,7 +304,7 @@ def report_of(
     for (update, _), model in zip(jobs, models):
         if model:
             loads.update(_loads(update.bucket, model))
-            works += [model(m.rows, m.cols) for m in update.bucket.matrices]
+            works += [model(*m.iterated_shape) for m in update.bucket.matrices]
     # Simulate only with measured times: work by FLOPs is no time
     known = next((model for model in models if model and model.measured), None)
     expected = known.spans([_times(update, known) for update, _ in jobs], run) if known else []
@@ -331,7 +331,7 @@ def _loads(bucket: Bucket, model: CostModel) -> Counter:
     """Expected work of each rank; zero for ranks that own nothing."""
     loads = Counter(dict.fromkeys(bucket.ranks, 0))
     for matrix, owner in zip(bucket.matrices, bucket.owners):
-        loads[owner] += model(matrix.rows, matrix.cols)
+        loads[owner] += model(*matrix.iterated_shape)
     return loads
 
 
@@ -366,7 +366,7 @@ def _row(number: int, update: BucketUpdate, group: dict, measured_ms: float | No
         number,
         bucket.route,
         len(bucket.ranks),
-        Counter((m.rows, m.cols) for m in bucket.matrices),
+        Counter(m.iterated_shape for m in bucket.matrices),
         len(rank_plan.matrices),
         sum(rank_plan.workspace_layout()[1].values()),
         sum(rank_plan.inbound.send_bytes),

@@ -194,6 +194,7 @@ class StateDictMethods(ForwardOverlapMethods):
             "_adamw": self._adamw,
             "_rule": self._rule,
             "_rounding": self._rounding,
+            "_rule_options": self._rule_options,
             "_rule_origins": rules.origins(self.param_groups),
             "_skipped": self._skipped,
             "_half_way": self._is_torn,

@@ -63,6 +63,8 @@ class MissingGradients(StepHook):
         self.error: Exception | None = None
         # Whether this step restores AdamW's step counts and nothing else
         self.only_counts = False
+        # Whether every gradient of this rank was zero in a step that may create state only
+        self.all_zero = False
         self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
             for number in range(len(plan.params)):
@@ -95,7 +97,8 @@ class MissingGradients(StepHook):
         changes nothing else if all gradients are zero (`report_zeros_as_missing`). Sets
         `only_counts`, which a failed step may have left.
         """
-        self.only_counts = creates_state and self.report_zeros_as_missing()
+        self.all_zero = creates_state and self.report_zeros_as_missing()
+        self.only_counts = self.all_zero
         # Some forms of decay and some rules change weights or state in a step with lr 0, too
         if self.only_counts:
             groups = [group for store in self.stores for group in store.groups]
@@ -201,6 +204,17 @@ class MissingGradients(StepHook):
         if self.saved:
             self.wait()
             self.restore(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
+
+    def has_stepped(self) -> bool:
+        """Return False after a step that only created state: with lr 0, and zero gradients at all
+        ranks that share parameters with this one. Ranks that share parameters agree.
+
+        Waits for the comparison of flags if the gradients of this rank were zero.
+        """
+        if not self.all_zero:
+            return True
+        self.wait()
+        return any(bool((maximum > 0).any()) for _, maximum in self.flags.values())
 
     def on_error(self) -> None:
         """Restore every copied tensor."""

@@ -31,11 +31,11 @@ import torch.distributed as dist
 from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack
-from ..kernels.elementwise.multi_tensor import NUMBERS, Source
+from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..kernels.elementwise.row_scattered import ScatteredMatrices, stays
 from ..kernels.elementwise.weight_update import TO_INITIAL, StochasticRounding, WeightUpdate
 from ..kernels.quantized.blocks import is_quantized
-from ..kernels.quantized.momentum import QuantizedMomentum, UpdateWithMomentum
+from ..kernels.quantized.momentum import QuantizedView
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..pipeline import BucketUpdate, Running
@@ -45,24 +45,30 @@ from ..planning.rank_plan import Piece, RankPlan, sent_piece
 from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
 from ..rules.muon import is_corrected, is_stochastic, is_sum
-from ..rules.phases import AnyWeightUpdate, PackByRule, Phases
+from ..rules.phases import (
+    AnyPack,
+    AnyWeightUpdate,
+    PackSelected,
+    Phases,
+    SaveSelected,
+    SelectedStack,
+    WeightUpdateSelected,
+)
 from ..rules.rule import (
     MuonConstants,
     host_constants,
     momentum_key,
     reads_gradients,
     rule_of,
-    sends_signs,
+    selection_of,
     weight_dtype,
 )
-from ..state.create import check_bits
 from .cuda_graphs import Graphs
 from .param_store import Store
-from .workspace import Stacks, copy_unless_in_place
+from .workspace import BoundSelection, Stacks, copy_unless_in_place, whole_or
 
 Gradients = tuple[list[torch.Tensor], torch.Tensor | None]  # (tensors, int64 addresses on device)
 Views = Mapping[Piece, torch.Tensor]  # piece -> view of a buffer, (rows, columns)
-AnyPack = Pack | PackByRule | QuantizedMomentum
 
 
 @dataclass(frozen=True)
@@ -99,13 +105,16 @@ class BoundUpdate(BucketUpdate):
         # On the device, of all groups: a schedule may change the numbers without a new capture
         self.lr_and_decay = inputs.store.scalars  # from element 0 on: lr, 1 - lr weight_decay
         self.momentum_weight = inputs.store.scalars[4:]  # from element 0 on: 1 - momentum
+        dtype = inputs.options.wire_dtype
+        self.selected_pieces = BoundSelection(inputs.store, inputs.memory, dtype)
         # Torch reads gradients where they lay at the capture of a graph, the package's kernels take
         # addresses from device memory
         self.reads_gradients = False
-        self.is_8bit = is_quantized(inputs.options.state_dtype)
         if inputs.group["use_muon"]:
             self.rule = rule_of(inputs.group)
-            self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
+            self.selection = selection_of(inputs.group)  # None: matrices are orthogonalized whole
+            is_8bit = is_quantized(inputs.options.state_dtype)
+            self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars, is_8bit)
             self.reads_gradients = reads_gradients(self.rule)
             self.weight_dtype = weight_dtype(self.rule, inputs.options.wire_dtype)
             self.adjust_lr_fn = self.rule.adjust_lr_fn or inputs.group["adjust_lr_fn"]
@@ -127,12 +136,30 @@ class BoundUpdate(BucketUpdate):
         are sent, or stay at the owner.
         """
         weights = [p for p in self._stored("weight") if p.is_source and p in to]
+        # `PackSelected` copies the state of the rows that it selects
+        pieces = [p for p in pieces if not self.store.selects_from(p)]
         views = self.store.states(pieces) + self.store.weights(weights)
         return Copy([to[p] for p in (*pieces, *weights)], views)
 
-    def _bind_saves(self, pieces: Sequence[Piece], views: Views) -> Copy:
+    def _bind_saves(self, pieces: Sequence[Piece], views: Views) -> Callable[[], None]:
         """Bind the copy of state back to where it is stored."""
-        return Copy(self.store.states(pieces), [views[p] for p in pieces], self.store.skip(pieces))
+        store = self.store
+        parts = [p for p in pieces if store.selects_from(p)]
+        pieces = [p for p in pieces if not store.selects_from(p)]
+        save = Copy(store.states(pieces), [views[p] for p in pieces], store.skip(pieces))
+        if not parts:
+            return save
+        matrix = {(p.matrix, p.start[0]): p for p in self._stored()}
+        chosen = [self.selected_pieces.chosen[matrix[p.matrix, p.start[0]]] for p in parts]
+        some = SaveSelected(
+            chosen, store.states(parts), [views[p] for p in parts], store.skip(parts)
+        )
+
+        def save_all() -> None:
+            save()
+            some()
+
+        return save_all
 
     def _kept_views(self, dtype: torch.dtype | None = None) -> dict[Piece, torch.Tensor]:
         """Workspace of pieces stored and owned by this rank, in no all-to-all.
@@ -156,76 +183,61 @@ class BoundUpdate(BucketUpdate):
             return ()
         return self._momenta(pieces), self.store.sources(pieces), self.store.gradients
 
-    def _momenta(self, pieces: Sequence[Piece]) -> list:
-        """Views of M of `pieces`: tensors, or in 8 bits `QuantizedView`s. Raises RuntimeError for
-        momentum that a step would misread.
-        """
+    def _momenta(self, pieces: Sequence[Piece]) -> list[torch.Tensor] | list[QuantizedView]:
+        """Views of M of `pieces`."""
         key = momentum_key(self.group)
-        found = self.store.states(pieces, key)
-        for piece, tensor in zip(pieces, found):
-            name = self.store.names[piece.matrix.param]
-            check_bits(key, name, tensor.dtype, self.options.state_dtype)
-        return self.store.quantized(pieces, found) if self.is_8bit else found
+        return self.store.momenta(pieces, key, self.options.state_dtype)
 
     def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> AnyPack:
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""
         M, *sources = self._momentum_args(pieces)
-        return self._bind_pack_of(pieces, M, [to[p] for p in pieces], *sources)
-
-    def _bind_pack_of(
-        self,
-        pieces: Sequence[Piece],
-        M: Sequence,
-        U: Sequence[torch.Tensor],
-        sources: Sequence[Source],
-        gradients: Sequence[torch.Tensor],
-    ) -> AnyPack:
-        """Bind the launch that reads G and M of `pieces` and writes U. Arguments of `Pack`."""
+        selected, members = self.selected_pieces.bind(pieces)
+        U = whole_or(pieces, to, selected, members)
         skip = self.store.skip(pieces)
-        form = self._groups(pieces), is_sum(self.group), is_corrected(self.group)
-        if self.is_8bit:
-            signs = sends_signs(self.group)
-            return QuantizedMomentum(M, U, sources, gradients, skip, *form, signs)
-        return self.phases.pack(M, U, sources, gradients, skip, *form)
+        pack = self.phases.pack(M, U, *sources, skip, self._groups(pieces), *self._momentum_form)
+        if not selected:
+            return pack
+        # Of replicas nothing is sent
+        sent = [[to[p] for p in some] for some in members if some[0] in to]
+        return PackSelected(pack, selected, sent, [self._state_of(some, to) for some in members])
+
+    @property
+    def _momentum_form(self) -> tuple[bool, bool, bool]:
+        """Arguments `sums`, `corrected` and `feedback` of `Pack`."""
+        return is_sum(self.group), is_corrected(self.group), self.selection is not None
+
+    def _state_of(self, pieces: Sequence[Piece], to: Views) -> list[tuple]:
+        """(stored state of `pieces`, views in `to` of its selected rows) for each state."""
+        states = {(p.kind, p.matrix, p.start[0]): p for p in self._stored_state()}
+        found = []
+        for state in self.rule.state:
+            of = [states[state.key, p.matrix, p.start[0]] for p in pieces]
+            if of[0] in to:
+                found.append((self.store.states(of), [to[p] for p in of]))
+        return found
 
     def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> AnyWeightUpdate:
         """Bind the launch that writes W and M of `pieces`; O, and numbers sent by the owner, are
         read from `orthogonal`.
         """
-        momentum = self._momentum_args(pieces) or (None, (), ())
-        O = [orthogonal[p] for p in pieces]
-        return self._bind_update_of(pieces, self._sent(pieces, orthogonal), O, *momentum)
-
-    def _bind_update_of(
-        self,
-        pieces: Sequence[Piece],
-        sent: Sequence[Mapping[str, torch.Tensor]],
-        O: Sequence[torch.Tensor],
-        M: Sequence | None = None,
-        sources: Sequence[Source] = (),
-        gradients: Sequence[torch.Tensor] = (),
-    ) -> AnyWeightUpdate | UpdateWithMomentum:
-        """Bind the launches that write W and, unless it is None, M of `pieces`. `sent`: as of
-        `_sent`; further arguments of `WeightUpdate`.
-        """
-        skip = self.store.skip(pieces)
-        groups = self._groups(pieces)
-        apart = self.is_8bit and M is not None
+        # Replicas have selected nothing yet
+        replicas = self.selected_pieces.unbound(pieces)
+        selected, members = self.selected_pieces.bind(pieces)
         update = self.phases.weight_update(
-            sent,
+            self._sent(pieces, orthogonal),
             self.store.weights(pieces),
-            O,
+            whole_or(pieces, orthogonal, selected, members),
             self._scales(pieces),
-            skip,
-            *((None, (), ()) if apart else (M, sources, gradients)),
-            groups,
+            self.store.skip(pieces),
+            *(self._momentum_args(pieces) or (None, (), ())),
+            self._groups(pieces),
             **self._form_args(pieces),
         )
-        if not apart:
+        if not selected:
             return update
-        sums = is_sum(self.group)
-        momentum = QuantizedMomentum(M, None, sources, gradients, skip, groups, sums)
-        return UpdateWithMomentum(update, momentum)
+        pack = self._bind_pack(replicas, {}) if replicas else None
+        parts = [[orthogonal[p] for p in some] for some in members]
+        return WeightUpdateSelected(update, selected, parts, pack)
 
     def _sent(self, pieces: Sequence[Piece], views: Views) -> list[dict[str, torch.Tensor]]:
         """Numbers that the owner sends for each piece of a matrix: name -> view in `views`."""
@@ -238,7 +250,8 @@ class BoundUpdate(BucketUpdate):
         """
         form = form_of(self.group)
         initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
-        found = {"decay": form, "initial": initial, "sums": is_sum(self.group)}
+        sums, _, feedback = self._momentum_form
+        found = {"decay": form, "initial": initial, "sums": sums, "feedback": feedback}
         if is_stochastic(self.group):
             positions = self.store.positions(pieces)
             found["rounding"] = StochasticRounding(positions, self.store.keys)
@@ -250,7 +263,12 @@ class BoundUpdate(BucketUpdate):
 
     def _scales(self, pieces: Sequence[Piece]) -> list[float]:
         """Factor on the learning rate of each piece, from the shape of the whole matrix."""
-        return [muon.scale_of(p.matrix, self.adjust_lr_fn) for p in pieces]
+        return [self._scale(p.matrix) for p in pieces]
+
+    def _scale(self, matrix: Matrix) -> float:
+        """Factor on the learning rate of a matrix. `matrix.rows` may count selected rows only."""
+        shape = self.store.layouts["matrix"][matrix.param].unit_shapes[matrix.unit]
+        return muon.scale_of_shape(*shape, self.adjust_lr_fn)
 
     def _make_stacks(self, read_from: Views | None = None, write_to: Views | None = None) -> Stacks:
         """The stacks of the bucket's owned matrices; arguments as in `Stacks`."""
@@ -265,24 +283,32 @@ class BoundUpdate(BucketUpdate):
         """Bind Newton-Schulz from `stacks.inputs` to `stacks.outputs`, and for each stack what the
         rule's phases read besides: tensors in fp32, factor on lr, groups of the matrices.
         """
-        adjust = self.adjust_lr_fn
         self.units = [
-            self.phases.bind(
-                wide, muon.scale_of(matrices[0], adjust), self._group_offsets(matrices)
-            )
+            self.phases.bind(wide, self._scale(matrices[0]), self._group_offsets(matrices))
             for wide, matrices in zip(stacks.wide, stacks.matrices)
         ]
+        # Parts of stacks that are selected here, at the owner; None: the whole is iterated
+        self.parts = [
+            None if part is None else SelectedStack(stack, part, self.selection)
+            for stack, part in zip(stacks.inputs, stacks.selected)
+        ]
+        inputs, outputs = (
+            [stack if one is None else one.part for stack, one in zip(some, self.parts)]
+            for some in (stacks.inputs, stacks.outputs)
+        )
         # Between the two all-to-alls the send buffer, and often the receive buffer, hold nothing:
         # Newton-Schulz uses both as scratch, see `RankPlan.workspace_layout`
         scratch = [self.memory[use] for use in ("scratch_a", "scratch_b", "gram_scratch")]
-        return BoundOrthogonalization(stacks.inputs, stacks.outputs, self.options.ns_dtype, scratch)
+        return BoundOrthogonalization(inputs, outputs, self.options.ns_dtype, scratch)
 
     # Running
 
     @property
     def update_momentum_early(self) -> bool:
-        """Whether `Pack` writes M; see [Note: momentum and weight together]."""
-        return self.graphs.inside_capture
+        """Whether `Pack` writes M; see [Note: momentum and weight together]. With a selection M
+        depends on O.
+        """
+        return self.graphs.inside_capture and self.selection is None
 
     def replay(self, part: Callable, constants: tuple) -> None:
         """Call `part(constants)`, by a CUDA graph where possible.
@@ -304,10 +330,18 @@ class BoundUpdate(BucketUpdate):
         if self.phases.has_before:
             for stack, units in zip(self.stacks.inputs, self.units):
                 self.phases.call("before", stack, units)
+        selected = [part for part in self.parts if part is not None]
+        for part in selected:
+            part.select()
         self.iterate(constants.steps, constants.eps)
         if self.phases.has_after:
-            for stack, units in zip(self.stacks.outputs, self.units):
-                self.phases.call("after", stack, units)
+            for stack, units, part in zip(self.stacks.outputs, self.units, self.parts):
+                if part is None:
+                    self.phases.call("after", stack, units)
+                else:
+                    part.call(self.phases, "after", units)
+        for part in selected:
+            part.write()
 
     def _group_offsets(self, matrices: Sequence[Matrix]) -> torch.Tensor | None:
         """First element of the numbers of each matrix's group, for a stack; None if all are 0."""
@@ -382,10 +416,10 @@ class LocalUpdate(BoundUpdate):
 
     @property
     def update_momentum_early(self) -> bool:
-        """True in any capture: the whole update is a single part, so a graph with `Pack` also
-        writes the weight.
+        """True in any capture, without a selection: the whole update is a single part, so a graph
+        with `Pack` also writes the weight.
         """
-        return capturing(self.store.device)
+        return capturing(self.store.device) and self.selection is None
 
     def run(self, group: dict) -> Running:
         """Step all matrices in a single part."""
@@ -538,10 +572,10 @@ class ShardedUpdate(OwnerUpdate):
                 if p.kind != "matrix" and p in output_view
             },
         }
-        self.save = self._bind_saves(self._stored_state(), orthogonal)
         pieces = self.rank_plan.piece_sets
         self.update_packed = self._bind_weight_update([*pieces.sent, *pieces.kept], orthogonal)
         self.update_replicas = self._bind_weight_update(pieces.replicas, orthogonal)
+        self.save = self._bind_saves(self._stored_state(), orthogonal)
 
     def pack(self, constants: MuonConstants) -> None:
         """Write U, and state and weights that the rule reads, of sent pieces to the send buffer;
@@ -599,25 +633,45 @@ class UnreducedUpdate(OwnerUpdate):
         self._bind_owned(owned, [self.mean.source(p) for p in owned])
         received = [p for p in self.to_shards.arrive if p.kind == "matrix"]
         # No momentum: only the owner keeps and writes M
-        arrive = self.to_shards.arrive
-        self.update_received = self._bind_update_of(
-            received, self._sent(received, arrive), [arrive[p] for p in received]
+        self.update_received = self.phases.weight_update(
+            self._sent(received, self.to_shards.arrive),
+            self.store.weights(received),
+            [self.to_shards.arrive[p] for p in received],
+            self._scales(received),
+            self.store.skip(received),
+            None,
+            (),
+            (),
+            self._groups(received),
+            **self._form_args(received),
         )
 
     def _bind_owned(self, owned: list[Piece], sources: list) -> None:
         """Bind launches on whole owned matrices. `sources`: positions of `owned` in the mean."""
+        store = self.store
         state = self._stored_state()  # of owned matrices: owners keep state
         M = self._momenta(owned)
+        skip = store.skip(owned)
         whole = self.stacks.input_view
         means = sources, [self.mean.out]
-        self.pack_owned = self._bind_pack_of(owned, M, [whole[p] for p in owned], *means)
+        groups = self._groups(owned)
+        U = [whole[p] for p in owned]
+        self.pack_owned = self.phases.pack(M, U, *means, skip, groups, *self._momentum_form)
         self.load = self._bind_loads(state, whole)
         self.save = self._bind_saves(state, whole)
         # The stacks lie in the shared scratch, which the next bucket takes over before `apply`
         kept = self._kept_views()
         self.disassemble = copy_unless_in_place({**self.to_shards.leave, **kept}, whole)
-        self.update_owned = self._bind_update_of(
-            owned, self._sent(owned, whole), [kept[p] for p in owned], M, *means
+        self.update_owned = self.phases.weight_update(
+            self._sent(owned, whole),
+            store.weights(owned),
+            [kept[p] for p in owned],
+            self._scales(owned),
+            skip,
+            M,
+            *means,
+            groups,
+            **self._form_args(owned),
         )
 
     def pack(self, constants: object) -> None:

@@ -19,7 +19,7 @@ import torch
 from ..params.dtensor import gradient_dtype, local_of, placements_of, raw_locals
 from ..params.validation import _dtype, _requires_grad, _spec, check_gradients, gradient_of
 from ..planning.memory_model import ALIGNMENT
-from ..rules.rule import frozen, option_keys
+from ..rules.rule import PLANNED_OPTIONS, frozen, option_keys
 
 # A private class of torch, with all checks of many tensors in a single C++ call
 try:
@@ -237,8 +237,9 @@ def _constants_of(groups: Sequence[dict]) -> tuple:
     keys = option_keys(groups) if any(fixed[RULE]) else []
     for key in keys:
         values = list(map(dict.get, groups, itertools.repeat(key)))
-        # Numbers are read live; switches may choose kernels
-        forms.append([None if type(v) in (float, int) else frozen(v) for v in values])
+        # Other numbers are read live
+        live = () if key in PLANNED_OPTIONS else NUMBER_TYPES
+        forms.append([None if type(v) in live else frozen(v) for v in values])
     alike = _first_alike(groups, keys) if len(groups) > 1 else []
     return list(map(id, groups)), counts, fixed, forms, betas, alike
 

@@ -16,7 +16,7 @@ import torch
 
 from ..communication.redistribute import to_parameter_placements
 from ..kernels.elementwise.multi_tensor import Positions, Skip, Source
-from ..kernels.quantized.blocks import BLOCK, block_count
+from ..kernels.quantized.blocks import BLOCK, block_count, is_quantized
 from ..kernels.quantized.momentum import QuantizedView
 from ..params import errors
 from ..params.dtensor import (
@@ -32,6 +32,7 @@ from ..params.validation import check_gradients, gradient_of
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
 from ..rules.rule import SCALE_KEY, host_constants
+from ..state.create import check_bits
 from .fingerprint import GradientForm, copy_in_form, form_of_gradient, missing_from
 
 
@@ -79,6 +80,8 @@ class Store:
         self.flattened = [i for i, split in enumerate(self.splits) if split.view == "flatten"]
         # By kind of a piece
         self.layouts = {**plan.state_layouts, "matrix": plan.layouts, "weight": plan.layouts}
+        # Layouts of pieces of which only parts are sent, by kind of a piece
+        self.selected = plan.selected
         # Parameter index -> copies of AdamW's step count, see `add_step_copy`
         self.step_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.device = local_of(plan.params[0]).device
@@ -233,12 +236,9 @@ class Store:
         """
         found = []
         for p in pieces:
-            *leading, R, C = self.layouts["matrix"][p.matrix.param].shape
-            number = 0
-            for size, index in zip(leading, p.matrix.at):
-                number = number * size + index
-            first = (number * R + p.start[0]) * C + p.start[1]
-            found.append(Positions(first + self.firsts[p.matrix.param], p.shape, C))
+            R, C = self.layouts["matrix"][p.matrix.param].shape[-2:]
+            first = (self._number_of(p) * R + p.start[0]) * C + p.start[1]
+            found.append(Positions(first + self.firsts[p.matrix.param], self.stored_shape(p), C))
         return found
 
     @functools.cached_property
@@ -250,7 +250,18 @@ class Store:
         # 27 bits above the 32 low bits of a number
         return [0 if n is None else (zlib.crc32(n.encode()) >> 5) << 32 for n in names]
 
-    def quantized(
+    def momenta(
+        self, pieces: Sequence[Piece], key: str, dtype: torch.dtype
+    ) -> list[torch.Tensor] | list[QuantizedView]:
+        """Views of momentum `key` of each piece of a matrix. `dtype`: the option `state_dtype`.
+        Raises RuntimeError for momentum that a step would misread.
+        """
+        found = self.states(pieces, key)
+        for piece, tensor in zip(pieces, found):
+            check_bits(key, self.names[piece.matrix.param], tensor.dtype, dtype)
+        return self._quantized(pieces, found) if is_quantized(dtype) else found
+
+    def _quantized(
         self, pieces: Sequence[Piece], numbers: Sequence[torch.Tensor]
     ) -> list[QuantizedView]:
         """Views of 8-bit momentum: views of the `numbers` of each piece, with the scales of its
@@ -285,14 +296,30 @@ class Store:
         """Index in `flags` of a piece's matrix (row-major over leading dims, then unit); of a
         chunk, of the parameter.
         """
+        offset = self.flag_offset[piece.matrix.param]
+        if piece.kind == "chunk":
+            return offset
         layout = self.layouts["matrix"][piece.matrix.param]
-        leading = layout.shape[:-2] if piece.kind != "chunk" else ()
-        index = 0
-        for size, position in zip(leading, piece.matrix.at):
-            index = index * size + position
-        if piece.kind != "chunk":
-            index = index * layout.unit_count + piece.matrix.unit
-        return self.flag_offset[piece.matrix.param] + index
+        return offset + self._number_of(piece) * layout.unit_count + piece.matrix.unit
+
+    def _number_of(self, piece: Piece) -> int:
+        """Number of a piece's matrix among those of its parameter, row-major over leading dims."""
+        number = 0
+        for size, index in zip(self.layouts["matrix"][piece.matrix.param].shape, piece.matrix.at):
+            number = number * size + index
+        return number
+
+    def selects_from(self, piece: Piece) -> bool:
+        """Whether `piece` is the part of a stored piece that this rank selects."""
+        layouts = self.selected.get(piece.kind)
+        return layouts is not None and layouts[piece.matrix.param].at_source
+
+    def stored_shape(self, piece: Piece) -> tuple[int, int]:
+        """(rows, columns) of a piece as stored: views of the store have this shape."""
+        if not self.selects_from(piece):
+            return piece.shape
+        layout = self.selected[piece.kind][piece.matrix.param]
+        return layout.whole_shape(self.rank, piece.matrix.unit, piece.start)
 
     def all_of(self, number: int) -> list[torch.Tensor]:
         """Local tensors of a parameter: weight, all state, and copies of the step count."""
@@ -325,7 +352,7 @@ class Store:
             return torch.atleast_1d(local)[slice(*piece.box[0])]
         layout = self.layouts[piece.kind][piece.matrix.param]
         matrix = self.splits[piece.matrix.param].matrices(local)[self._leading(piece)]
-        return matrix[layout.place_of(self.rank, piece.start, piece.shape)]
+        return matrix[layout.place_of(self.rank, piece.start, self.stored_shape(piece))]
 
     def _leading(self, piece: Piece) -> tuple[int, ...]:
         """The leading indices (experts) of a piece's matrix in the local shard."""

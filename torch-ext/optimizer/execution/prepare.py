@@ -37,7 +37,7 @@ from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
 from ..rules.elementwise import elementwise_of
 from ..rules.muon import STEPS_KEY, comparable_scale, is_corrected, is_stochastic, is_sum
-from ..rules.rule import host_constants, rule_of, sends_signs
+from ..rules.rule import host_constants, rule_of, selection_of, sends_signs
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
 from .bucket_updates import BucketInputs
@@ -179,6 +179,9 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         if p.ndim > 1
         for shape in split.shapes(p.shape)
     }
+    selection = selection_of(group)
+    if selection is not None:
+        shapes |= {selection.shape(*shape) for shape in shapes}
     dtype = method.products_dtype(dtype, part.params[0].device)
     forms = steps and {
         (
@@ -199,6 +202,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         (is_sum(group), is_corrected(group), is_stochastic(group)),
         (rule_of if group["use_muon"] else elementwise_of)(group),
         group["use_muon"] and sends_signs(group),
+        selection,
         forms,
         tuple(splits),
         tuple(map(id, part.params)),

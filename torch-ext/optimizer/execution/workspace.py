@@ -1,9 +1,13 @@
-"""The workspace shared by buckets, and the stacks of matrices in it that Newton-Schulz iterates."""
+"""The workspace shared by buckets, the stacks of matrices in it that Newton-Schulz iterates, and
+the memory of pieces from which a rank selects rows or columns (`BoundSelection`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +17,10 @@ from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..planning.memory_model import ALIGNMENT, per_shape
 from ..planning.plan import Matrix
 from ..planning.rank_plan import Box, Piece, RankPlan
+from ..rules.phases import SelectedPieces
+
+if TYPE_CHECKING:
+    from .param_store import Store
 
 BoxViews = dict[Matrix, dict[Box, torch.Tensor]]  # matrix -> {box: view of the box}
 
@@ -121,11 +129,12 @@ class Stacks:
         # A direct matrix and a whole matrix of equal shape need stacks of different kinds
         members = defaultdict(list)
         for matrix in rank_plan.matrices:
-            members[matrix.rows, matrix.cols, matrix in rank_plan.direct].append(matrix)
+            is_direct = matrix in rank_plan.direct
+            members[matrix.rows, matrix.cols, is_direct, matrix.selected].append(matrix)
         whole = {}  # (matrix, kind of a piece) -> view of the matrix in a stack
         stack_offset_bytes = 0
         wide_offset_bytes = 0
-        for (R, C, direct), matrices in members.items():
+        for (R, C, direct, _), matrices in members.items():
             N = len(matrices)
             self.matrices.append(matrices)
             self.wide.append({})
@@ -149,6 +158,8 @@ class Stacks:
             stack_offset_bytes += stack.nbytes + -stack.nbytes % ALIGNMENT
             self.inputs.append(stack)
             self.outputs.append(stack)
+        # For each stack, the part of it that is iterated, (N, k, C) or (N, R, k); None: the whole
+        self.selected = _selected(self.matrices, memory["selected"], dtype)
         self.input_view = {p: _view(p, whole, inputs) for p in rank_plan.owned}
         self.output_view = {p: _view(p, whole, outputs) for p in rank_plan.owned}
 
@@ -159,6 +170,21 @@ class Stacks:
             if p.kind == "matrix" and p.matrix in self.rank_plan.direct:
                 found[p.matrix].setdefault(p.box, view)
         return found
+
+
+def _selected(
+    stacks: Sequence[Sequence[Matrix]], memory: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor | None]:
+    """Memory of the parts of each stack that the owner selects; None: the whole is iterated."""
+    views, offset_bytes = [], 0
+    for matrices in stacks:
+        views.append(None)
+        if matrices[0].selected:
+            r, c = matrices[0].selected
+            flat = piece_at(memory, offset_bytes, (len(matrices) * r, c), dtype)
+            views[-1] = flat.view(len(matrices), r, c)
+            offset_bytes += flat.nbytes + -flat.nbytes % ALIGNMENT
+    return views
 
 
 def _scattered(matrices: Sequence[Matrix], views: BoxViews) -> ScatteredRows:
@@ -182,3 +208,70 @@ def copy_unless_in_place(
     # Direct matrices are iterated where pieces arrive, and O is sent from where it was written
     apart = [(view, what[p]) for p, view in to.items() if view.data_ptr() != what[p].data_ptr()]
     return Copy([view for view, _ in apart], [view for _, view in apart])
+
+
+class BoundSelection:
+    """The stored pieces of a bucket from which this rank selects what it sends.
+
+    `chosen`: piece -> (k,) int64, its selected rows or columns, from the pack of a step to its
+    weight update. CUDA graphs of both have the addresses.
+    """
+
+    def __init__(
+        self, store: Store, memory: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> None:
+        """`memory`: use of the workspace -> flat uint8 tensor. `dtype`: of U and O (wire_dtype)."""
+        self.store = store
+        self.memory = memory
+        self.dtype = dtype
+        self.chosen: dict[Piece, torch.Tensor] = {}
+
+    def unbound(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces from which this rank selects, without those of earlier calls of `bind`."""
+        return [p for p in pieces if p not in self.chosen and self.store.selects_from(p)]
+
+    def bind(self, pieces: Sequence[Piece]) -> tuple[list[SelectedPieces], list[list[Piece]]]:
+        """Bind the pieces of `pieces` from which this rank selects; return (bound pieces, the
+        pieces in each). Calls share memory, which lasts for a single phase.
+        """
+        alike = defaultdict(list)
+        for p in [p for p in pieces if self.store.selects_from(p)]:
+            layout = self.store.selected["matrix"][p.matrix.param]
+            axis, blocks = layout.blocks_at(self.store.rank, p.matrix.unit, p.start)
+            alike[self.store.stored_shape(p), p.shape, axis, blocks].append(p)
+        found, members, offset_bytes = [], [], 0
+        for (shape, part, axis, blocks), some in alike.items():
+            # Stacks have no gaps, and each matrix begins at a multiple of ALIGNMENT
+            sizes = [math.prod(size) * self.dtype.itemsize for size in (shape, part)]
+            has_gaps = any(nbytes % ALIGNMENT for nbytes in sizes)
+            for together in [[p] for p in some] if has_gaps else [some]:
+                stacks = []
+                for R, C in (shape, part):
+                    rows = len(together) * R, C
+                    flat = piece_at(self.memory["unselected"], offset_bytes, rows, self.dtype)
+                    stacks.append(flat.view(-1, R, C))
+                    offset_bytes += flat.nbytes + -flat.nbytes % ALIGNMENT
+                chosen = [self._chosen(p, axis) for p in together]
+                found.append(SelectedPieces(axis, list(blocks), *stacks, chosen))
+                members.append(together)
+        return found, members
+
+    def _chosen(self, piece: Piece, axis: int) -> torch.Tensor:
+        """Memory of the selection of a piece."""
+        if piece not in self.chosen:
+            device = self.store.device
+            self.chosen[piece] = torch.zeros(piece.shape[axis], dtype=torch.int64, device=device)
+        return self.chosen[piece]
+
+
+def whole_or(
+    pieces: Sequence[Piece],
+    views: Mapping[Piece, torch.Tensor],
+    selected: Sequence[SelectedPieces],
+    members: Sequence[Sequence[Piece]],
+) -> list[torch.Tensor]:
+    """The view in `views` of each piece; of pieces that are selected from, memory for all of the
+    piece. `selected`, `members`: from `BoundSelection.bind`.
+    """
+    whole = {p: t for of, some in zip(selected, members) for p, t in zip(some, of.whole)}
+    return [whole[p] if p in whole else views[p] for p in pieces]

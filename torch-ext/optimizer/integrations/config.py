@@ -35,10 +35,18 @@ DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
-# Keys of one override: of the parameters that go to AdamW, and those that a Muon group has only if
-# they are given
-ADAMW_KEYS = ("lr", "weight_decay", "betas", "eps", "decay")
-OPTIONAL_KEYS = ("decay", "momentum_form", "rule", "split", "transposed")
+# Keys of an override that a Muon group has only if they are given
+OPTIONAL_KEYS = (
+    "decay",
+    "momentum_form",
+    "rounding",
+    "rounding_seed",
+    "rule",
+    "split",
+    "transposed",
+)
+# Keys that all groups have, but that groups with use_muon=False do not read
+OF_MATRICES = ("ns_coefficients", "ns_steps", "adjust_lr_fn")
 REGEX = "re:"  # prefix of a pattern that is a regular expression
 
 
@@ -61,11 +69,35 @@ def group_keys(rule: str | type[Rule] | None = None) -> dict[str, object]:
     """{key: default} of a Muon group, with the options of `rule`. Raises as Muon does for an
     unknown rule.
     """
+    return _keys_of({} if rule is None else {"rule": rule})
+
+
+def elementwise_keys(rule: str | None = None) -> dict[str, object]:
+    """{key: default} of a group with use_muon=False that its `rule` reads, AdamW for None. Raises
+    as Muon does for an unknown rule.
+    """
+    found = _keys_of({"use_muon": False, **({} if rule is None else {"rule": rule})})
+    unread = set(OF_MATRICES)
+    if "betas" in found:
+        unread |= {"momentum", "nesterov"}  # momentum is beta1
+    if rule not in (None, "adamw"):
+        unread.add("eps")
+    if rule == "sign":
+        unread.add("nesterov")
+    return {key: value for key, value in found.items() if key not in unread}
+
+
+def _keys_of(group: Mapping) -> dict[str, object]:
+    """{key: default} of the keys that an optimizer adds to a group. Raises ConfigError for an
+    unknown `rule`, without the number of a group that the config does not have.
+    """
     matrix = nn.Parameter(torch.zeros(2, 2))
-    # An optimizer tells which options a rule has
-    (group,) = Muon([("rule", matrix)], rule=rule).param_groups
+    try:
+        (made,) = Muon([{"params": [matrix], **group}]).param_groups
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error).removeprefix("in group 0 (#0): ")) from error
     inner = ("params", "param_names", "use_muon", "rule")
-    return {key: value for key, value in group.items() if key not in inner}
+    return {key: value for key, value in made.items() if key not in inner}
 
 
 def rule_options(rule: str | type[Rule] | None) -> dict[str, object]:
@@ -173,16 +205,16 @@ def clip_of(given: object, model: nn.Module) -> object:
 
 
 @contextlib.contextmanager
-def in_config_terms(where: str) -> Iterator[None]:
+def in_config_terms(where: str, is_muon: bool = True) -> Iterator[None]:
     """A context manager that prefixes errors raised inside with `where`, and names arguments as
-    the config does.
+    the config does. `is_muon`: `eps` is that of matrices, not Adam's.
     """
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except (ValueError, TypeError, NotImplementedError) as error:
-        called = {argument: key for key, argument in CALLED.items()}
+        called = {argument: key for key, argument in CALLED.items() if is_muon or key != "ns_eps"}
         words = re.compile(rf"\b({'|'.join(called)})\b(?!\.)")
         text = words.sub(lambda found: called[found.group()], str(error))
         # Not translated twice by a context around this one

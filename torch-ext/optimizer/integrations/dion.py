@@ -16,6 +16,7 @@ from .config import ConfigError, refuse_unknown
 RENAMED = {"mu": "momentum", "muon_beta2": "beta2"}
 KEPT = ("lr", "weight_decay", "nesterov", "param_names", "name")
 OWN = ("params", "algorithm", "mu", "muon_beta2", "beta1", "beta2", "cautious_wd", "epsilon")
+ELEMENTWISE = ("adamw", "lion")  # algorithms of groups that are no matrices
 SHAPES = ("adjust_lr", "flatten", "num_heads", "split_sizes")
 # None of dion is the factor 1, while None of `Muon` is torch's factor
 FACTORS = {"spectral_norm": "spectral_norm", "rms_norm": "rms_norm", None: 1.0}
@@ -55,24 +56,27 @@ def _muon_group(group: Mapping, params: list[torch.Tensor]) -> dict[str, object]
     return {**keys, "adjust_lr_fn": FACTORS[factor], **({} if split is None else {"split": split})}
 
 
-def _adamw_group(group: Mapping) -> dict[str, object]:
-    """The keys of an AdamW group for a group of dion's "adamw"."""
-    return {"use_muon": False, "betas": (group["beta1"], group["beta2"]), "eps": group["epsilon"]}
+def _elementwise_group(group: Mapping) -> dict[str, object]:
+    """The keys of a group with use_muon=False for a group of dion's "adamw" or "lion"."""
+    betas = {"use_muon": False, "betas": (group["beta1"], group["beta2"])}
+    if group["algorithm"] == "lion":
+        return {**betas, "rule": "lion"}
+    return {**betas, "eps": group["epsilon"]}
 
 
 def translated(given: Mapping, defaults: Mapping) -> dict[str, object]:
     """The parameter group of this package for a group of dion. `defaults`: dion's arguments.
 
-    Raises NotImplementedError for "lion" and a tensor as `weight_decay`, ConfigError for unknown
-    keys and algorithms.
+    Raises NotImplementedError for a tensor as `weight_decay`, ConfigError for unknown keys and
+    algorithms.
     """
     refuse_unknown(given, (*OWN, *KEPT, *SHAPES), "group of dion")
     group = {**defaults, **given}
     algorithm = group["algorithm"]
-    if algorithm == "lion":
-        raise NotImplementedError('algorithm="lion" is not implemented: use "adamw"')
-    if algorithm not in (defaults["algorithm"], "adamw"):
-        raise ConfigError(f"algorithm={algorithm!r} must be {defaults['algorithm']!r} or 'adamw'")
+    if algorithm not in (defaults["algorithm"], *ELEMENTWISE):
+        raise ConfigError(
+            f"algorithm={algorithm!r} must be {defaults['algorithm']!r}, 'adamw' or 'lion'"
+        )
     if isinstance(group["weight_decay"], torch.Tensor):
         raise NotImplementedError(
             "weight_decay is a tensor, which is not supported: pass a number; a change of "
@@ -80,9 +84,9 @@ def translated(given: Mapping, defaults: Mapping) -> dict[str, object]:
         )
     pairs = _pairs(group)
     keys = {key: group[key] for key in KEPT if key in group}
-    if algorithm == "adamw":
+    if algorithm in ELEMENTWISE:
         keys.pop("nesterov", None)
-        keys.update(_adamw_group(group))
+        keys.update(_elementwise_group(group))
     else:
         keys.update(_muon_group(group, [param for _, param in pairs]))
     if group["cautious_wd"]:
@@ -123,8 +127,8 @@ class DionMuon(Muon):
 
     Momentum is a sum, as in dion. `use_gram_newton_schulz` and `use_triton` have no effect: the
     package chooses its kernels. `epsilon` is that of AdamW groups. `distributed_mesh` counts for
-    parameters that are no DTensors. Raises NotImplementedError for `newton_schulz_func`, a tensor
-    as `weight_decay` and groups of "lion".
+    parameters that are no DTensors. Raises NotImplementedError for `newton_schulz_func` and a
+    tensor as `weight_decay`.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -50,13 +51,16 @@ class MuonFactory:
             refuse_unknown(given, _allowed(options), "config")
             for key, value in given.items():
                 config.refuse_text(key, value, _default(key, options))
-            arguments, grouping, of_rule = _sorted(given, options)
+            arguments, grouping, of_muon = _sorted(given, options)
+            # A key of every Muon group, which the argument of `Muon` does not replace
+            if "adjust_lr_fn" in arguments:
+                of_muon["adjust_lr_fn"] = arguments["adjust_lr_fn"]
             groups = _groups(model, grouping)
             for group in groups:
                 if group["use_muon"]:
-                    group.update(of_rule)
+                    group.update(of_muon)
             arguments = _resolved(arguments, model)
-            overridden = _override(groups, given.get(OVERRIDES) or {})
+            overridden = _override(groups, given.get(OVERRIDES) or {}, given.get("rule"))
         return _build(overridden, arguments)
 
 
@@ -76,18 +80,18 @@ def _sorted(given: Mapping, options: Mapping) -> tuple[dict, dict, dict]:
     """The values of a config by their use: arguments of `Muon`, arguments of
     `get_default_muon_param_groups`, options of the rule. Raises ConfigError for two names of a key.
     """
-    arguments, grouping, of_rule, spelt = {}, {}, {}, {}
+    arguments, grouping, options_of_rule, spelt = {}, {}, {}, {}
     for key, value in given.items():
         if key in config.GROUP_ARGUMENTS:
             grouping[key] = value
         elif key in options:
-            of_rule[key] = value
+            options_of_rule[key] = value
         elif key != OVERRIDES:
             name = CALLED.get(key, key)
             if name in arguments:
                 raise ConfigError(f"{spelt[name]} and {key} mean one value: give one of them")
             arguments[name], spelt[name] = value, key
-    return arguments, grouping, of_rule
+    return arguments, grouping, options_of_rule
 
 
 def _groups(model: nn.Module, grouping: Mapping) -> list[dict]:
@@ -122,9 +126,9 @@ def _resolved(arguments: Mapping, model: nn.Module) -> dict[str, object]:
     return resolved
 
 
-def _override(groups: list[dict], overrides: object) -> list[tuple[str, dict]]:
+def _override(groups: list[dict], overrides: object, rule: object) -> list[tuple[str, dict]]:
     """Pairs (key of the config, group): the groups, with the parameters that a pattern matches in
-    groups of their own.
+    groups of their own. `rule`: of the config.
     """
     if not isinstance(overrides, Mapping):
         raise ConfigError(
@@ -136,7 +140,9 @@ def _override(groups: list[dict], overrides: object) -> list[tuple[str, dict]]:
         if not isinstance(keys, Mapping):
             raise ConfigError(f"{where}: {keys!r} is not allowed: it must map keys to values")
         pattern, count = NamePattern(text, OVERRIDES), len(found)
-        groups = [rest for group in groups for rest in _take(group, pattern, keys, where, found)]
+        groups = [
+            rest for group in groups for rest in _split(group, pattern, keys, where, rule, found)
+        ]
         if len(found) == count:
             raise ConfigError(
                 f"{where} matches no trainable parameter, or only parameters that patterns before "
@@ -145,18 +151,26 @@ def _override(groups: list[dict], overrides: object) -> list[tuple[str, dict]]:
     return [("", group) for group in groups] + found
 
 
-def _take(
-    group: dict, pattern: NamePattern, keys: Mapping, where: str, found: list[tuple[str, dict]]
+def _split(
+    group: dict,
+    pattern: NamePattern,
+    keys: Mapping,
+    where: str,
+    rule: object,
+    found: list[tuple[str, dict]],
 ) -> list[dict]:
     """Move the parameters that `pattern` matches from `group` to a new group, which gets `keys` and
     is appended to `found`. Returns [the remaining group], or [] if nothing remains.
     """
-    taken, rest = [], []
+    matched, rest = [], []
     for pair in zip(group["param_names"], group["params"]):
-        (taken if pattern(pair[0]) else rest).append(pair)
-    if taken:
-        values = _group_values(group, keys, where, taken[0][0])
-        found.append((where, {**_members(group, taken), **values}))
+        (matched if pattern(pair[0]) else rest).append(pair)
+    if matched:
+        values = _group_values(group, keys, where, rule, matched[0][0])
+        # Options of the config's rule are no keys of another rule
+        dropped = config.rule_options(rule) if group["use_muon"] and "rule" in keys else ()
+        kept = {key: v for key, v in _members(group, matched).items() if key not in dropped}
+        found.append((where, {**kept, **values}))
     return [_members(group, rest)] if rest else []
 
 
@@ -166,19 +180,21 @@ def _members(group: dict, pairs: list[tuple]) -> dict:
     return {**group, "params": list(params), "param_names": list(names)}
 
 
-def _group_values(group: dict, keys: Mapping, where: str, name: str) -> dict[str, object]:
-    """The values of a pattern as keys of a group. `name`: the first parameter, for messages.
+def _group_values(
+    group: dict, keys: Mapping, where: str, rule: object, name: str
+) -> dict[str, object]:
+    """The values of a pattern as keys of a group. `rule`: of the config, for matrices. `name`: the
+    first parameter, for messages.
 
     Raises ConfigError for keys that the group does not have.
     """
-    if group["use_muon"]:
-        with in_config_terms(where):
-            defaults = config.group_keys(keys.get("rule", group.get("rule")))
-        allowed = {*defaults, *config.OPTIONAL_KEYS, "ns_eps"} - {"eps"}
-        kind = "Muon"
-    else:
-        defaults = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-        allowed, kind = set(config.ADAMW_KEYS), "AdamW"
+    with in_config_terms(where):
+        if group["use_muon"]:
+            defaults, kind = config.group_keys(keys.get("rule", rule)), "Muon"
+            allowed = {*defaults, *config.OPTIONAL_KEYS, "ns_eps"} - {"eps"}
+        else:
+            defaults, kind = config.elementwise_keys(keys.get("rule")), "AdamW"
+            allowed = {*defaults, "decay", "rule"}
     refuse_unknown(keys, allowed, f"{where}, for {kind} ({name})")
     values = {}
     for key, value in keys.items():
@@ -202,9 +218,13 @@ def _build(overridden: list[tuple[str, dict]], arguments: Mapping) -> Muon:
     try:
         return _optimizer([group for _, group in overridden], arguments)
     except (ValueError, TypeError, NotImplementedError):
+        with in_config_terms(WHERE):
+            # The fault may be one of the arguments: any parameter has it. A clip needs the model
+            of_any = {key: value for key, value in arguments.items() if key != "qk_clip"}
+            _optimizer([{"params": [nn.Parameter(torch.zeros(2, 2))]}], of_any)
         for where, group in filter(lambda pair: pair[0], overridden):
-            # The error may be that of a pattern: its group alone has the same fault
-            with in_config_terms(f"{WHERE}: {where}"):
+            # Or the fault is one of a pattern: its group alone has it
+            with in_config_terms(f"{WHERE}: {where}", is_muon=group["use_muon"]):
                 _optimizer([group], arguments)
         with in_config_terms(WHERE):
             raise

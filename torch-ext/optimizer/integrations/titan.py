@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,15 +27,22 @@ def torchtitan_muon(lr: float = 8e-4, **values: object) -> object:
 
 
 def _matching(key: str, given: object, names: Iterable[str]) -> object:
-    """`given`, the patterns under `key` of the config, without those that match none of `names`."""
-    texts = [given] if isinstance(given, str) else list(given or ())
-    found = [text for text in texts if any(map(patterns(key, text)[0], names))]
-    if isinstance(given, dict):
-        return {text: given[text] for text in found}
-    return found
+    """`given`, the patterns under `key` of the config, without those that match none of `names`. Of
+    `overrides` only the first pattern that matches a name counts.
+    """
+    if key == OVERRIDES and not isinstance(given, Mapping):
+        return given  # `MuonFactory` says what is wrong
+    left, found = list(names), []
+    for pattern in patterns(key, list(given) if isinstance(given, Mapping) else given):
+        rest = [name for name in left if not pattern(name)]
+        if len(rest) < len(left):
+            found.append(pattern.__name__)
+        if key == OVERRIDES:
+            left = rest
+    return {text: given[text] for text in found} if key == OVERRIDES else found
 
 
-def _of_part(values: dict[str, object], names: list[str]) -> dict[str, object]:
+def _values_of_part(values: dict[str, object], names: list[str]) -> dict[str, object]:
     """The values of a config for a part of a model with parameters `names`."""
     part = {"allow_no_matrices": True, **values}
     for key in ("adamw", "muon", OVERRIDES):
@@ -48,8 +55,10 @@ def _warn_unmatched(values: dict[str, object], names: list[str]) -> None:
     """Warn of each pattern that matches none of `names`, the parameters of all parts."""
     for key in ("adamw", "muon", OVERRIDES):
         given = values.get(key) or ()
-        given = [given] if isinstance(given, str) else given
-        for text in sorted(set(given) - set(_matching(key, given, names))):
+        if key == OVERRIDES and not isinstance(given, Mapping):
+            continue
+        texts = {given} if isinstance(given, str) else set(given)
+        for text in sorted(texts - set(_matching(key, given, names))):
             warnings.warn(
                 f"{key}: {text!r} matches no trainable parameter of this rank's parts: right for "
                 "pipeline stages on other ranks, else correct the pattern",
@@ -87,7 +96,7 @@ def _container() -> type:
             ]
             _warn_unmatched(config.muon, sum(names, []))
             for number, (part, of_part) in enumerate(zip(model_parts, names)):
-                optimizer = MuonFactory()(part, **_of_part(config.muon, of_part))
+                optimizer = MuonFactory()(part, **_values_of_part(config.muon, of_part))
                 self.optimizers.append(optimizer)
                 labels = [group["name"] for group in optimizer.param_groups]
                 self._log_optimizer(optimizer, number, labels)

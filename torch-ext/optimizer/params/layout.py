@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,16 @@ class Layout:
     def unit_shapes(self) -> list[tuple[int, int]]:
         """(rows, columns) of each unit."""
         return [self.shape[-2:]] if self.cut_into is None else self.cut_into.shapes()
+
+    @property
+    def selected_shapes(self) -> list[tuple[int, int] | None]:
+        """Shape of the part of each unit that its owner selects; None: the whole unit."""
+        return [None] * self.unit_count
+
+    @property
+    def whole_shapes(self) -> list[tuple[int, int]]:
+        """(rows, columns) of each unit as stored."""
+        return self.unit_shapes
 
     def as_matrices(
         self, split: Split, param_shape: Sequence[int] | None = None, per: str = "element"
@@ -529,34 +539,6 @@ def check_state(
             f"number for each {per}, which cannot be divided by rows of the parameter among "
             "owners: leave out shard_state=True and grads_are_reduced=False, or use Muon's rule "
             "for it"
-        )
-
-
-def check_blocks(
-    param: torch.Tensor, name: str, split: Split, group: dist.ProcessGroup | None, length: int
-) -> None:
-    """Raise NotImplementedError, naming the parameter, if a unit or a shard of `param` begins or
-    ends within a block of `length` columns as stored, or if scales of blocks with the placements of
-    `param` would lie on other ranks than the blocks. `group`: as for `layout_of`.
-    """
-    stored, shape = Split(view=split.view), tuple(param.shape)
-    found = layout_of(param, group).as_matrices(stored)
-    scales = layout_of(param, group, stored.block_shape(shape, length)).as_matrices(stored)
-    units = replace(split, transposed=False).cut(shape)
-    sides = {side for block in units.columns for side in block.ranges}
-    for rank in found.ranks:
-        of_rank = [box[-1] for box in found.boxes_of(rank)]
-        sides.update(of_rank)
-        # Ranks without rows keep no scales
-        expected = [(a // length, -(-b // length)) for a, b in of_rank]
-        if expected != [box[-1] for box in scales.boxes_of(rank)]:
-            sides.add((1, 1))  # refused below
-    wrong = [a for side in sides for a in side if a % length and a != stored.shape(shape)[-1]]
-    if wrong:
-        raise NotImplementedError(
-            f"parameter {name} of shape {shape}: state_dtype=torch.int8 keeps a scale for each "
-            f"{length} columns, but a shard or a block of `split` begins within them. Shard rows, "
-            f"or columns at multiples of {length}, or use state_dtype=torch.bfloat16"
         )
 
 

@@ -12,6 +12,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from ..kernels.quantized.blocks import BLOCK, is_quantized
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.decay import DECOUPLED
-from ..rules.elementwise import ELEMENTWISE
+from ..rules.elementwise import ELEMENTWISE, check_radius
 from ..rules.muon import (
     DRAWN_KEY,
     MOMENTUM_FORMS,
@@ -34,7 +35,7 @@ from ..rules.muon import (
     STEPS_KEY,
     is_stochastic,
 )
-from ..rules.rule import RULES, number_of, overrides, reads_gradients, rule_of
+from ..rules.rule import RULES, has_radius, number_of, overrides, reads_gradients, rule_of
 from .checks.group_values import (
     BELOW_ONE,
     FINITE,
@@ -47,16 +48,18 @@ from .checks.group_values import (
 from .dtensor import form_of, is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
 from .layout import (
-    check_blocks,
     check_local_shape,
     check_placements,
     check_state,
     check_unit_sharding,
+    layout_of,
 )
 from .own_process_groups import refuse_late_key
-from .units import check_splits, splits_of
+from .units import Split, check_splits, splits_of
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from .config import MuonConfig
 
 # Keys of Muon and AdamW groups; NorMuon adds "beta2", other rules their options
@@ -372,9 +375,11 @@ SCHEDULED_LIMITS = {"lr": FP32_MAX, "weight_decay": FP32_MAX, "momentum": 1.0}
 
 
 def _are_usual(groups: Sequence[dict]) -> bool:
-    """Whether all scheduled values are allowed floats. Computed in C, since there may be a group
-    for each parameter. False without groups.
+    """Whether all scheduled values are allowed floats, and no group has a radius. Computed in C,
+    since there may be a group for each parameter. False without groups.
     """
+    if set(map(dict.get, groups, itertools.repeat("radius"))) != {None}:
+        return False
     for key, most in SCHEDULED_LIMITS.items():
         values = list(map(dict.get, groups, itertools.repeat(key)))
         if set(map(type, values)) != {float} or not math.isfinite(sum(values)):
@@ -385,8 +390,8 @@ def _are_usual(groups: Sequence[dict]) -> bool:
 
 
 def check_scheduled_values(groups: Sequence[dict]) -> None:
-    """Raise ValueError, with group and key, for a wrong value of lr, weight_decay, momentum or
-    betas, as schedules may have set them.
+    """Raise ValueError, with group and key, for a wrong value of lr, weight_decay, momentum, betas
+    or radius, as schedules may have set them.
 
     Called at every step, before anything changes. Tensors on a GPU are not read: the host would
     wait for the device.
@@ -410,6 +415,9 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
             with in_group(number, group):
                 fits = 0 <= number_of(value) < most or number_of(value) == most == FP32_MAX
                 require(fits, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
+        if "radius" in group and has_radius(group):
+            with in_group(number, group):
+                check_radius(group)
         # An AdamW group without betas is refused by `check_changed_groups`, with another message
         known = group.get("use_muon") is True or group.get("betas") is None
         if not known and is_adamw(group):
@@ -451,6 +459,12 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
             "state_dtype=torch.int8 needs the package's kernels: use state_dtype=torch.bfloat16, "
             "or compute in `before` and `after`"
         )
+    if is_8bit and rule.selection(group) is not None:
+        raise NotImplementedError(
+            f"rule={group['rule']!r} keeps what it does not orthogonalize in the momentum, which "
+            "state_dtype=torch.int8 would round in every step: use state_dtype=torch.bfloat16 or "
+            "torch.float32, or another rule"
+        )
     state, checked = rule.state, set()
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
         if param.requires_grad and param.ndim > 1:
@@ -465,6 +479,34 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
                 checked.add(likeness)
             if callable(group["adjust_lr_fn"]):
                 check_scale_function(group["adjust_lr_fn"], split.shapes(param.shape), name)
+
+
+def check_blocks(
+    param: torch.Tensor, name: str, split: Split, group: dist.ProcessGroup | None, length: int
+) -> None:
+    """Raise NotImplementedError, naming the parameter, if a unit or a shard of `param` begins or
+    ends within a block of `length` columns as stored, or if scales of blocks with the placements of
+    `param` would lie on other ranks than the blocks. `group`: as for `layout_of`.
+    """
+    stored, shape = Split(view=split.view), tuple(param.shape)
+    found = layout_of(param, group).as_matrices(stored)
+    scales = layout_of(param, group, stored.block_shape(shape, length)).as_matrices(stored)
+    units = replace(split, transposed=False).cut(shape)
+    sides = {side for block in units.columns for side in block.ranges}
+    for rank in found.ranks:
+        of_rank = [box[-1] for box in found.boxes_of(rank)]
+        sides.update(of_rank)
+        # Ranks without rows keep no scales
+        expected = [(a // length, -(-b // length)) for a, b in of_rank]
+        if expected != [box[-1] for box in scales.boxes_of(rank)]:
+            sides.add((1, 1))  # refused below
+    wrong = [a for side in sides for a in side if a % length and a != stored.shape(shape)[-1]]
+    if wrong:
+        raise NotImplementedError(
+            f"parameter {name} of shape {shape}: state_dtype=torch.int8 keeps a scale for each "
+            f"{length} columns, but a shard or a block of `split` begins within them. Shard rows, "
+            f"or columns at multiples of {length}, or use state_dtype=torch.bfloat16"
+        )
 
 
 def check_changed_groups(groups: Sequence[dict], options: Sequence[MuonConfig]) -> None:

@@ -56,7 +56,7 @@ def by_cost(matrices: Iterable[MatrixLike], cost: Callable[[int, int], int]) -> 
     """Return matrices in descending order of cost. The sort key depends on nothing local, so all
     ranks get equal orders.
     """
-    return sorted(matrices, key=lambda m: (-cost(m.rows, m.cols), m.rows, m.param, m.at, m.unit))
+    return sorted(matrices, key=lambda m: (-cost(*m.iterated_shape), m.rows, m.param, m.at, m.unit))
 
 
 def cut(

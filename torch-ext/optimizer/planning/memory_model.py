@@ -59,6 +59,7 @@ class MatrixLike(Protocol):
     cols: int
     unit: int
     numel: int
+    iterated_shape: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ class MatrixFootprint:
     outbound: int  # sent by the owner in the outbound all-to-all
     # Send buffer of the outbound all-to-all; ranks with equal boxes are sent from one copy
     return_buffer_bytes: int
-    held: int  # the whole matrix, in the shared scratch
+    held: int  # the whole matrix, and the part that the owner selects, in the shared scratch
+    unselected: int  # the largest stored piece of which a part is sent, in the shared scratch
     until_apply: int  # state, and the mean of unreduced gradients, in the bucket buffer
     long: int  # scratch_a and scratch_b together, in the bucket buffer
     square: int  # gram_scratch, in the shared scratch
@@ -229,7 +231,8 @@ class MemoryModel:
         self.route = route
         self.ranks = ranks
         self.layouts = layouts  # by number of the parameter
-        # By number of a form: (layout, shape of a unit, scratch of a unit, *results of `_pieces`)
+        # By number of a form: (layout, shape of a unit, shape of the part that the owner selects or
+        # None, scratch of what is iterated, result of `_unselected_bytes`, *results of `_pieces`)
         self.forms: list[tuple] = []
         # (id of a layout, unit), and (id of a layout, shape, pieces) -> number of the form
         self.numbers: dict[tuple, int] = {}
@@ -267,11 +270,14 @@ class MemoryModel:
         """
         if (id(layout), unit) not in self.numbers:
             shape = layout.unit_shapes[unit]
+            selected = layout.selected_shapes[unit]
+            unselected = self._unselected_bytes(layout, unit)
             sizes = self._pieces(layout, unit)
-            form = id(layout), shape, tuple(sizes[0].items())
+            form = id(layout), shape, tuple(sizes[0].items()), selected, unselected
             if form not in self.numbers:
                 self.numbers[form] = len(self.forms)
-                self.forms.append((layout, shape, self.scratch(*shape), *sizes))
+                scratch = self.scratch(*(selected or shape))
+                self.forms.append((layout, shape, selected, scratch, unselected, *sizes))
             self.numbers[id(layout), unit] = self.numbers[form]
         return self.numbers[id(layout), unit]
 
@@ -301,6 +307,18 @@ class MemoryModel:
         partition = self.partitions.setdefault(layout.replicas, len(self.partitions))
         return pieces, largest, whole, distinct, partition
 
+    def _unselected_bytes(self, layout: Layout, unit: int) -> int:
+        """Return the bytes of the largest piece of a unit as a rank stores it, and of the part that
+        is sent; 0 if the whole piece is sent.
+        """
+        if layout.whole_shapes is layout.unit_shapes:
+            return 0
+        return max(
+            sum(r * c * self.element + 2 * ALIGNMENT for r, c in layout.stored_shapes(rank, unit))
+            + layout.unit_numel(rank, unit) * self.element
+            for rank in self.ranks
+        )
+
     def _piece_bytes(self, R: int, C: int) -> int:
         """Return the bytes of a piece of R x C elements, without state."""
         inputs = self.inputs
@@ -312,12 +330,15 @@ class MemoryModel:
         """Return the footprint of a matrix of form `number` at `owner`."""
         if (owner, number) in self.footprints:
             return self.footprints[owner, number]
-        layout, shape, scratch, pieces, largest, whole, distinct, partition = self.forms[number]
+        layout, shape, selected, scratch, unselected, *sizes = self.forms[number]
+        pieces, largest, whole, distinct, partition = sizes
         key, long, square = scratch
         R, C = shape
         numel, others = R * C * self.element, len(self.ranks) - 1
         inbound = outbound = return_buffer = leaves = replica = returns = 0
         held, until_apply = numel + ALIGNMENT, self.inputs.wide_bytes(R, C) + ALIGNMENT
+        if selected:
+            held += math.prod(selected) * self.element + ALIGNMENT
         if self.route == "reduce":
             # Every rank sends a whole gradient, the owner included. The mean is in fp32.
             until_apply += 4 * (R * C + ALIGNMENT)
@@ -337,6 +358,7 @@ class MemoryModel:
             outbound,
             return_buffer,
             held,
+            unselected,
             until_apply,
             long,
             square,
@@ -349,16 +371,16 @@ class MemoryModel:
 
     def _together(
         self, taken: Mapping
-    ) -> tuple[dict[int, list[int]], dict[tuple, list[int]], Counter, int]:
+    ) -> tuple[dict[int, list[int]], dict[tuple, list[int]], Counter, int, int]:
         """Return the footprints of a set of matrices, summed, in bytes: ({owner: [inbound,
         outbound, return buffer, held, until_apply]}, {(owner, key): [long, square]}, {replica:
-        leaves}, returns).
+        leaves}, returns, unselected).
 
-        `leaves` and `returns` are upper bounds: sums of the largest pieces, which may be on
-        different ranks.
+        `leaves`, `returns` and `unselected` are upper bounds: sums of the largest pieces, which may
+        be on different ranks.
         """
         owners, iterated = {}, {}
-        leaves, returns = Counter(), 0
+        leaves, returns, unselected = Counter(), 0, 0
         for (owner, number), count in taken.items():
             footprint = self._footprint(owner, number)
             if owner not in owners:
@@ -375,7 +397,8 @@ class MemoryModel:
             scratch[1] += count * footprint.square
             leaves[footprint.replica] += count * footprint.leaves
             returns += count * footprint.returns
-        return owners, iterated, leaves, returns
+            unselected += count * footprint.unselected
+        return owners, iterated, leaves, returns, unselected
 
     def predicted_end(self, cost_model: CostModel, sums: Iterable[Mapping]) -> float:
         """Return the expected end of the last bucket, in ns from the start of the first. `sums`:
@@ -396,10 +419,11 @@ class MemoryModel:
 
     def _bucket_times(self, taken: Mapping, cost_model: CostModel) -> BucketTimes:
         """Compute `bucket_times`."""
-        at_owners, _, leaves, returns = self._together(taken)
+        at_owners, _, leaves, returns, _ = self._together(taken)
         counts = defaultdict(Counter)  # owner -> shape -> number of matrices
         for (owner, number), count in taken.items():
-            counts[owner][self.forms[number][1]] += count
+            _, shape, selected, *_ = self.forms[number]
+            counts[owner][selected or shape] += count
         inbound, outbound, _, held, _ = (max(nbytes) for nbytes in zip(*at_owners.values()))
         travels = self.route != "local"
         before, at_owner, after = ELEMENT_BYTES[self.route]
@@ -454,7 +478,7 @@ class MemoryModel:
         Pieces that a rank sends are among the pieces of which O returns, so `returns` bounds
         the buffer for both.
         """
-        owners, iterated, _, returns = self._together(taken)
+        owners, iterated, _, returns, unselected = self._together(taken)
         # Upper bound of the padding: every use of the workspace, and every peer's split of an
         # all-to-all buffer, begins at a multiple of ALIGNMENT
         fixed = 3 * ALIGNMENT * (len(self.ranks) + 2)
@@ -469,5 +493,7 @@ class MemoryModel:
                 returns + return_buffer + until_apply,
                 long + until_apply,
             )
-            scratch = max(scratch, square + held)
-        return buffer + fixed, scratch + fixed
+            # Pieces are written whole before and after Newton-Schulz, where its squares are
+            scratch = max(scratch, max(square, unselected) + held)
+        # Also on ranks that own nothing
+        return buffer + fixed, max(scratch, unselected) + fixed

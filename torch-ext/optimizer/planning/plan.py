@@ -57,6 +57,13 @@ class Matrix:
     rows: int
     cols: int
     unit: int = 0  # number in `Layout.unit_boxes`; 0 if the whole (R, C) is one unit
+    # Shape of the part that the owner selects and orthogonalizes; None: the whole matrix
+    selected: tuple[int, int] | None = None
+
+    @property
+    def iterated_shape(self) -> tuple[int, int]:
+        """(rows, columns) of the input of Newton-Schulz."""
+        return self.selected or (self.rows, self.cols)
 
     @property
     def numel(self) -> int:
@@ -149,7 +156,7 @@ def make_plan(
     # in one order
     for route, ranks in sorted(families, key=lambda family: (bucket_sort_key(family[1]), family)):
         matrices = by_cost(families[route, ranks], cost)
-        shapes = tuple((m.rows, m.cols) for m in matrices)
+        shapes = tuple((m.rows, m.cols, m.selected) for m in matrices)
         if route == "local" and shapes in known:
             # Every rank stores experts and heads of its own, mostly as many as other ranks. The
             # buckets of matrices that are not sent depend on shapes alone.
@@ -349,7 +356,8 @@ def _families(
         for lead, of_units in boxes_of[id(layout)]:
             every_at = itertools.product(*(range(a, b) for a, b in lead))
             for at, (unit, family) in itertools.product(every_at, of_units):
-                families[family].append(Matrix(param, at, *layout.unit_shapes[unit], unit))
+                shape, selected = layout.unit_shapes[unit], layout.selected_shapes[unit]
+                families[family].append(Matrix(param, at, *shape, unit, selected))
     return dict(families)
 
 
@@ -435,7 +443,7 @@ def _assign(
             unit = list(unit)
             first = unit[0]
             # LPT needs work > 0: else all matrices without cost would go to one rank
-            work = sum(max(1, cost(m.rows, m.cols)) for m in unit)
+            work = sum(max(1, cost(*m.iterated_shape)) for m in unit)
             worlds[world_of[id(layouts[first.param])]].append(
                 ((first.param, first.at, first.unit), ranks, work, unit)
             )
@@ -565,7 +573,7 @@ def digest(buckets: Sequence[Bucket], layouts: Sequence[Layout], *more: object) 
                 b.route,
                 b.ranks,
                 b.owners,
-                [(place[m.param], m.at, m.unit, m.rows, m.cols) for m in b.matrices],
+                [(place[m.param], m.at, m.unit, m.rows, m.cols, m.selected) for m in b.matrices],
             )
             for b in buckets
         ]

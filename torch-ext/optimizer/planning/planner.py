@@ -28,7 +28,14 @@ from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.elementwise import elementwise_of
-from ..rules.rule import Rule, group_state_dtype, rule_of, state_device_and_dtype, weight_dtype
+from ..rules.rule import (
+    Rule,
+    group_state_dtype,
+    rule_of,
+    selection_of,
+    state_device_and_dtype,
+    weight_dtype,
+)
 from .cost_model import CostModel, latency_bytes
 from .memory_model import ChunkPlanInputs, PlanInputs, never
 from .plan import (
@@ -44,6 +51,7 @@ from .plan import (
     plan_chunks,
 )
 from .rank_plan import RankPlan, chunk_rank_plan, rank_plan_of
+from .selected_layout import SelectedLayout, select, select_state
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -82,6 +90,8 @@ class Plan:
     group_of: tuple[int, ...] = ()  # index of each parameter's group; () for one group
     # Ranks that hold copies of the plain parameters; None: plain parameters are this rank's alone
     process_group: dist.ProcessGroup | None = None
+    # Kind of a piece -> layout of each parameter, of which `rank_plans` are; {} without a selection
+    selected: dict[str, list[SelectedLayout]] = field(default_factory=dict)
 
     @property
     def group(self) -> dict:
@@ -204,12 +214,19 @@ class Planner:
         splits = list(map(splits_by_id(groups).get, map(id, params)))
         layouts = self._layouts(params, splits)
         rule = rule_of(group)
-        of_state = {s.key: self._layouts(params, splits, s.per) for s in rule.state}
+        stored_state = {s.key: self._layouts(params, splits, s.per) for s in rule.state}
+        sent, of_state, selected = layouts, stored_state, {}
+        selection = selection_of(group)
+        if selection is not None:
+            # Only owners know which rows of their state are selected
+            sent = select(layouts, selection, not self.options.owner_keeps_state)
+            of_state = {s.key: select_state(stored_state[s.key], sent, s.per) for s in rule.state}
+            selected = {"matrix": sent, **of_state}
         cost_model = self._cost_model(group)
         rank_bytes = self.rank_bytes
         inputs = self._plan_inputs(rule, cost_model, rank_bytes)
         buckets = make_plan(
-            layouts,
+            sent,
             cost_model,
             self.loads,
             inputs,
@@ -220,19 +237,19 @@ class Planner:
         )
         latency = latency_bytes(self.architecture)
         if self.options.overlap_backward:
-            buckets = along_backward(buckets, layouts, cost_model, inputs, latency, of_state)
+            buckets = along_backward(buckets, sent, cost_model, inputs, latency, of_state)
         elif self.options.overlap_forward:
             buckets = along_forward(
-                buckets, layouts, cost_model, inputs, latency, rank_bytes, of_state
+                buckets, sent, cost_model, inputs, latency, rank_bytes, of_state
             )
         self._check_workspace_bytes(buckets, "one matrix per rank")
-        part_of = partial(rank_plan_of, layouts=layouts, state_layouts=of_state, inputs=inputs)
+        part_of = partial(rank_plan_of, layouts=sent, state_layouts=of_state, inputs=inputs)
         rank_plans = self._rank_plans(buckets, part_of)
         return Plan(
             tuple(groups),
             params,
             layouts,
-            of_state,
+            stored_state,
             rank_plans,
             on_several_ranks(buckets, layouts),
             cost_model_key=cost_model.key,
@@ -241,6 +258,7 @@ class Planner:
             splits=splits,
             group_of=tuple(group_of),
             process_group=self.options.process_group,
+            selected=selected,
         )
 
     def _plan_inputs(self, rule: Rule, cost_model: CostModel, rank_bytes: int) -> PlanInputs:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .memory_model import ALIGNMENT, ChunkPlanInputs, PlanInputs, sent_kind, split_workspace
+from .memory_model import ALIGNMENT, ChunkPlanInputs, PlanInputs, never, sent_kind, split_workspace
 from .plan import OWNER_STATE_ROUTES, Bucket, Matrix
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ class RankPlan:
         - "kept": U and O, or gradients, of pieces stored and owned by the rank
         - "wide": state, weights and sent numbers of owned matrices, in fp32; unused by Muon's rule
         - "until_apply": mean of unreduced gradients, or stepped weights and state of chunks
+        - "selected": parts of whole matrices that the owner selects; "unselected": stored pieces of
+          which parts are sent, alive within a single phase
         - "stack": whole matrices; "mean": mean of gradients of chunks
         - "scratch_a", "scratch_b", "gram_scratch": Newton-Schulz, see `orthogonalize`
 
@@ -160,20 +163,23 @@ class RankPlan:
             kept = max(size["leave"], size["return"], size["scratch_b"])
             arrive = kept + size["kept"]
             in_buffer = {"leave": 0, "return": 0, "scratch_b": 0, "kept": kept, "arrive": arrive}
-            in_scratch = ("gram_scratch", "scratch_a", "stack", "mean")
+            in_scratch = ("gram_scratch", "scratch_a", "stack", "selected", "mean")
             end = arrive + size["arrive"]
         else:
             # O of kept pieces is written after Newton-Schulz, behind the pieces that return
             arrive = max(size["leave"], size["return"] + size["kept"])
             in_buffer = {"leave": 0, "return": 0, "kept": size["return"], "arrive": arrive}
             in_buffer |= {"scratch_a": 0, "scratch_b": size["scratch_a"]}
-            in_scratch = ("gram_scratch", "stack", "mean")
+            in_scratch = ("gram_scratch", "stack", "selected", "mean")
             end = max(arrive + size["arrive"], size["scratch_a"] + size["scratch_b"])
         # State and means are read or written in several phases: they overlap with nothing
         in_buffer |= {"wide": end, "until_apply": end + size["wide"]}
+        # Written before Newton-Schulz, and again after
+        size["gram_scratch"] = max(size["gram_scratch"], size["unselected"])
         starts = itertools.accumulate((size[use] for use in in_scratch), initial=0)
         places = {use: ("bucket_buffer", offset) for use, offset in in_buffer.items()}
         places |= {use: ("shared_scratch", offset) for use, offset in zip(in_scratch, starts)}
+        places["unselected"] = places["gram_scratch"]
         return places, {
             "bucket_buffer": in_buffer["until_apply"] + size["until_apply"],
             "shared_scratch": sum(size[use] for use in in_scratch),
@@ -205,9 +211,10 @@ def rank_plan_of(
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
     # Of unreduced gradients the owner's own goes through the buffer too: the mean is one reduction
     # over equal splits
-    inbound = plan_all_to_all(
-        sources, ("stored_at", "owner"), rank, bucket.ranks, inputs.itemsizes, with_self=reduce
-    )
+    # O of direct matrices leaves from where U arrived, so the splits of both ways have to be alike
+    has_room = inputs.supports_scattered_rows is not never and not reduce
+    room = [p for p in sent if p.is_source and has_room]
+    inbound = _inbound(sources + room, rank, bucket.ranks, inputs, reduce)
     outbound = plan_all_to_all(
         exchanged + sent, ("owner", "stored_at"), rank, bucket.ranks, inputs.itemsizes, inputs.once
     )
@@ -220,10 +227,8 @@ def rank_plan_of(
     nbytes = _all_to_all_bytes(inbound, outbound, kept_bytes) | _iterated(matrices, inputs)
     if reduce:
         nbytes["until_apply"] = _mean_bytes(inbound, inputs.element)
-    nbytes |= {
-        "stack": _stacked(matrices, inputs),
-        "wide": sum(inputs.wide_bytes(m.rows, m.cols) for m in matrices),
-    }
+    nbytes |= _matrix_bytes(matrices, inputs)
+    nbytes["unselected"] = _unselected(of_matrices, rank, layouts, inputs)
     rank_plan = RankPlan(
         stored=tuple(p for p in pieces if p.stored_at == rank),
         owned=tuple(p for p in pieces if p.owner == rank),
@@ -313,7 +318,7 @@ def _with_scratch_of_each(
     shapes can run concurrently. Return `rank_plan` itself without a gain or where memory exceeds
     `limits`.
     """
-    shapes = [sorted((m.rows, m.cols)) for m in rank_plan.matrices]
+    shapes = [sorted(m.iterated_shape) for m in rank_plan.matrices]
     if not shapes or not inputs.side_by_side(shapes):
         return rank_plan
     nbytes = rank_plan.use_bytes | _iterated(rank_plan.matrices, inputs, sum)
@@ -332,6 +337,33 @@ def _stacked(matrices: Iterable[Matrix], inputs: PlanInputs) -> int:
     return sum(m.numel * inputs.element + ALIGNMENT for m in matrices)
 
 
+def _matrix_bytes(matrices: Sequence[Matrix], inputs: PlanInputs) -> dict[str, int]:
+    """Return the bytes of owned matrices, of the parts that the owner selects, and of tensors in
+    fp32.
+    """
+    parts = [math.prod(m.selected) for m in matrices if m.selected]
+    return {
+        "stack": _stacked(matrices, inputs),
+        "selected": sum(numel * inputs.element + ALIGNMENT for numel in parts),
+        "wide": sum(inputs.wide_bytes(m.rows, m.cols) for m in matrices),
+    }
+
+
+def _unselected(
+    pieces: Iterable[Piece], rank: int, layouts: Sequence[Layout], inputs: PlanInputs
+) -> int:
+    """Return the bytes of the pieces stored by `rank` of which only parts are sent, and of the
+    parts.
+    """
+    nbytes = 0
+    for p in pieces:
+        layout = layouts[p.matrix.param]
+        if p.stored_at == rank and layout.whole_shapes is not layout.unit_shapes:
+            numel = math.prod(layout.whole_shape(rank, p.matrix.unit, p.start)) + p.numel
+            nbytes += numel * inputs.element + 2 * ALIGNMENT
+    return nbytes
+
+
 def _replicas(bucket: Bucket, layouts: Sequence[Layout]) -> list[int]:
     """Return the number of replicas on the ranks of a bucket, for each distinct layout."""
     known = {id(layouts[m.param]): layouts[m.param] for m in bucket.matrices}
@@ -342,7 +374,8 @@ def _all_to_all_bytes(
     inbound: AllToAllPlan, outbound: AllToAllPlan, kept: int = 0
 ) -> dict[str, int]:
     """Return the bytes of all uses of the workspace, without the uses of computation (0)."""
-    computation = ("wide", "until_apply", "stack", "scratch_a", "scratch_b", "gram_scratch", "mean")
+    computation = ("wide", "until_apply", "stack", "selected", "unselected", "mean")
+    computation += ("scratch_a", "scratch_b", "gram_scratch")
     return {
         "leave": inbound.leaving,
         "return": sum(outbound.recv_bytes),
@@ -369,7 +402,7 @@ def _iterated(
     """
     long, square = Counter(), Counter()
     for matrix in matrices:
-        key, long_bytes, square_bytes = inputs.scratch(matrix.rows, matrix.cols)
+        key, long_bytes, square_bytes = inputs.scratch(*matrix.iterated_shape)
         long[key] += long_bytes
         square[key] += square_bytes
     half = together([*long.values(), 0]) // 2
@@ -404,6 +437,21 @@ def sent_piece(p: Piece, name: str, per: str) -> Piece:
 def is_sent(p: Piece) -> bool:
     """Whether a piece is one of numbers on the way from the owner, see `sent_piece`."""
     return p.kind.startswith(sent_kind(""))
+
+
+def _inbound(
+    pieces: Iterable[Piece], rank: int, ranks: tuple[int, ...], inputs: PlanInputs, with_self: bool
+) -> AllToAllPlan:
+    """Return the all-to-all to the owners. Numbers of the way back among `pieces` count in the
+    splits only: their bytes travel unwritten, and neither end reads them.
+    """
+    ends = "stored_at", "owner"
+    made = plan_all_to_all(pieces, ends, rank, ranks, inputs.itemsizes, with_self=with_self)
+    leave, arrive = (
+        {p: offset for p, offset in offsets.items() if not is_sent(p)}
+        for offsets in (made.leave, made.arrive)
+    )
+    return replace(made, leave=leave, arrive=arrive)
 
 
 def plan_all_to_all(

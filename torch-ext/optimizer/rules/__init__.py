@@ -9,6 +9,7 @@ from .elements import lion as _lion  # noqa: F401
 from .elements import sgd as _sgd  # noqa: F401
 from .elements import sign as _sign  # noqa: F401
 from .named import adamuon as _adamuon  # noqa: F401
+from .named import dion as _dion  # noqa: F401
 from .named import hyperball as _hyperball  # noqa: F401
 from .named import muon_plus as _muon_plus  # noqa: F401
 from .named import normuon_aspect as _normuon_aspect  # noqa: F401

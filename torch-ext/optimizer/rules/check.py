@@ -27,13 +27,30 @@ from .rule import (
 
 SENT_PER = ("row", "column", "matrix")  # allowed values of `Rule.sends`
 SHAPE = 3, 6, 4  # of the stack of the trial
+# Attributes of `Rule` that the trial does not check, and the engine relies on
+INNER = ("selection", "has_radius", "adjust_lr_fn")
 PACKAGE = __name__.rsplit(".", 2)[0]
 
 
-def adopt(group: dict[str, Any], default: str | type[Rule] | None, taken: Collection[str]) -> None:
+def take_options(rule: object, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of a rule, a name or a class of rules, from the arguments of an optimizer,
+    and return them. Another `rule` has none: `adopt` refuses it.
+    """
+    known = RULES.get(rule) if isinstance(rule, str) else rule
+    options = getattr(known, "options", {})
+    return {key: arguments.pop(key) for key in [key for key in options if key in arguments]}
+
+
+def adopt(
+    group: dict[str, Any],
+    default: str | type[Rule] | None,
+    taken: Collection[str],
+    options: Mapping[str, Any] | None = None,
+) -> None:
     """Replace `rule` of a new Muon group, a name or a class of rules, by its name, and add the
     rule's options with their defaults; in place. `default`: of the optimizer; with None a group
-    without the key stays without it.
+    without the key stays without it. `options`: defaults of the optimizer for groups with the rule
+    `default`.
 
     `taken`: keys that groups have without a rule. Raises TypeError or ValueError for anything else
     and for a wrong class. A class that an optimizer of this process has had is known by its name.
@@ -56,7 +73,12 @@ def adopt(group: dict[str, Any], default: str | type[Rule] | None, taken: Collec
             "your own, a subclass of Rule"
         )
     group["rule"] = given
-    for key, value in RULES[given].options.items():
+    defaults = RULES[given].options
+    if isinstance(default, type):
+        default = rule_name(default)
+    if given == default:
+        defaults = {**defaults, **(options or {})}
+    for key, value in defaults.items():
         group.setdefault(key, copy.deepcopy(value))
 
 
@@ -86,6 +108,13 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
             f"rule {name!r} inherits the kernels of a built-in rule (`fused`), which ignore what "
             "its phases return: subclass Rule, or set fused = False and write `before` and "
             "`after` in plain torch"
+        )
+    own = set().union(*(vars(c) for c in rule.__mro__ if c not in (Rule, object)))
+    inner = sorted(own & set(INNER))
+    if inner and not rule.__module__.startswith(f"{PACKAGE}."):
+        raise ValueError(
+            f"rule {name!r} inherits `{inner[0]}` of a built-in rule, which only rules of this "
+            "package have: subclass Rule"
         )
     if rule.sends and rule.after is Rule.after:
         raise ValueError(

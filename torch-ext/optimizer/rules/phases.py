@@ -3,21 +3,27 @@ matrices, `update` and `write` on pieces.
 
 Pieces of rules without fused kernels are computed one at a time. Elementwise functions give an
 element equal bits in any piece, so a matrix may be cut in any way.
+
+Of rules with a selection (newton_schulz/selection.py) only some rows or columns are orthogonalized.
+`SelectedStack` selects them from whole matrices, at the owner. `SelectedPieces`, `PackSelected` and
+`WeightUpdateSelected` select them from stored pieces, where every rank can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..kernels.elementwise.momentum import Pack, gradients_or_momenta
+from ..kernels.elementwise.momentum import Pack, copy_torch, gradients_or_momenta
 from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
+from ..kernels.quantized.momentum import QuantizedMomentum, UpdateWithMomentum
+from ..newton_schulz.selection import Block, Selection, choose, gather, scatter
 from .rule import Numbers, Rule, Units, overrides, rule_name, sends_signs, writes_weights
 
 Stack = torch.Tensor | ScatteredRows
@@ -30,11 +36,18 @@ Write = Callable[[torch.Tensor, torch.Tensor, float, Mapping[str, torch.Tensor],
 class Phases:
     """A rule, with the numbers of the live groups that are stepped together."""
 
-    def __init__(self, rule: Rule, groups: Sequence[Mapping[str, Any]], scalars: torch.Tensor):
+    def __init__(
+        self,
+        rule: Rule,
+        groups: Sequence[Mapping[str, Any]],
+        scalars: torch.Tensor,
+        is_8bit: bool = False,
+    ) -> None:
         """`groups`: live groups, of equal options. `scalars`: `device_scalars` of all groups, fp32
-        on the device, NUMBERS elements each.
+        on the device, NUMBERS elements each. `is_8bit`: momenta are `QuantizedView`s.
         """
         self.rule = rule
+        self.is_8bit = is_8bit
         self.group = groups[0]
         self.scalars = scalars
         # By index of the group; views of `scalars`
@@ -43,21 +56,38 @@ class Phases:
         self.has_after = overrides(rule, "after")
         self.has_update = overrides(rule, "update")
 
-    def pack(self, *arguments: Any) -> Pack | PackByRule:
+    def pack(self, *arguments: Any) -> Pack | PackByRule | QuantizedMomentum:
         """Bind phase 1; arguments of `Pack`."""
+        if self.is_8bit:
+            return QuantizedMomentum(*arguments, signs=sends_signs(self.group))
         if not self.has_update:
             return Pack(*arguments, signs=sends_signs(self.group))
         return PackByRule(self._update, *arguments)
 
     def weight_update(
-        self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **decay: Any
+        self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **forms: Any
     ) -> AnyWeightUpdate:
         """Bind phase 3; `sent`: numbers for each rectangle, then arguments of `WeightUpdate`.
-        `decay`: its arguments `decay` and `initial`; rules that write weights have one form.
+        `forms`: further arguments of `WeightUpdate`, the forms of decay, momentum and rounding;
+        rules that write weights have one form.
         """
+        W, O, scales, skip, M, sources, gradients, groups = arguments
+        if not self.is_8bit or M is None:
+            return self._weight_update(sent, *arguments, **forms)
+        # Refuses `feedback`, with which M depends on O
+        momentum = QuantizedMomentum(
+            M, None, sources, gradients, skip, groups, forms["sums"], feedback=forms["feedback"]
+        )
+        update = self._weight_update(sent, W, O, scales, skip, None, (), (), groups, **forms)
+        return UpdateWithMomentum(update, momentum)
+
+    def _weight_update(
+        self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **forms: Any
+    ) -> WeightUpdate | WeightUpdateByRule:
+        """Bind phase 3 without 8-bit momenta; arguments of `weight_update`."""
         rule = self.rule
-        # Validation has refused both, but a group may have changed in between
-        has_form = decay.get("sums") or decay.get("decay", ALL) != ALL or decay.get("rounding")
+        # Validation has refused these forms, but a group may have changed in between
+        has_form = forms.get("sums") or forms.get("decay", ALL) != ALL or forms.get("rounding")
         if writes_weights(rule) and has_form:
             raise ValueError(
                 f"rule {rule_name(type(rule))!r} has no other form of decay, momentum or rounding"
@@ -65,9 +95,9 @@ class Phases:
         if rule.fused:
             keys = zip(("factors", "keeps"), rule.write_factors)
             factors = {key: [one[name] for one in sent] for key, name in keys}
-            return WeightUpdate(*arguments, **decay, **factors)
+            return WeightUpdate(*arguments, **forms, **factors)
         if not writes_weights(rule):
-            return WeightUpdate(*arguments, **decay)
+            return WeightUpdate(*arguments, **forms)
         return WeightUpdateByRule(self._write, self._update, sent, *arguments)
 
     def _update(
@@ -179,8 +209,11 @@ class PackByRule:
         groups: Sequence[int] | None = None,
         sums: bool = False,
         corrected: bool = False,
+        feedback: bool = False,
     ) -> None:
-        """Arguments of `Pack`, after `update`. `sums` and `corrected` are refused by validation."""
+        """Arguments of `Pack`, after `update`. `sums` and `corrected` are refused by validation,
+        `feedback` is of rules without an `update`.
+        """
         self.update = update
         self.M = list(M)
         self.U = list(U)
@@ -277,4 +310,158 @@ class WeightUpdateByRule:
             w.copy_(new if self.skip is None else torch.where(self.skip.is_updated(i), new, wide))
 
 
-AnyWeightUpdate = WeightUpdate | WeightUpdateByRule
+class SelectedStack:
+    """A stack of whole matrices at their owner, and the part of it that Newton-Schulz takes."""
+
+    def __init__(self, whole: torch.Tensor, part: torch.Tensor, selection: Selection) -> None:
+        """`whole`: (N, R, C). `part`: (N, k, C) if rows are selected, (N, R, k) if columns are."""
+        self.whole = whole
+        self.part = part
+        self.axis = selection.axis(*whole.shape[1:])
+        self.blocks = selection.blocks_of(whole.shape[1 + self.axis])
+        self.chosen: torch.Tensor | None = None  # (N, k), between `select` and `write`
+
+    def select(self) -> None:
+        """Write the selected rows or columns of U to `part`."""
+        self.chosen = choose(self.whole, self.axis, self.blocks)
+        gather(self.whole, self.axis, self.chosen, self.part)
+
+    def call(self, phases: Phases, method: str, units: Units) -> None:
+        """Call a phase on `part`, with the state of the selected rows."""
+        index = self.chosen.unsqueeze(2)
+        state = {key: t.gather(1, index) for key, t in units.state.items()}
+        phases.call(method, self.part, replace(units, state=state))
+        for key, t in state.items():
+            units.state[key].scatter_(1, index, t)
+
+    def write(self) -> None:
+        """Write O of `part` to `whole`, see [Note: unselected elements]."""
+        scatter(self.part, self.axis, self.chosen, self.whole)
+        self.chosen = None
+
+
+@dataclass(frozen=True)
+class SelectedPieces:
+    """Pieces of equal shape as a rank stores them, from which the rank selects alike.
+
+    `whole` and `part` are memory of a single phase: all of U or of O, and what is selected of it.
+    """
+
+    axis: int  # 0: rows are selected, 1: columns
+    blocks: list[Block]  # of the rows or columns of a piece
+    whole: torch.Tensor  # (n, r, c)
+    part: torch.Tensor  # (n, k, c) or (n, r, k)
+    chosen: list[torch.Tensor]  # (k,) int64 for each piece: the selection, from `select` on
+
+    def select(self) -> torch.Tensor:
+        """Select from U in `whole`; return the selection of all pieces, (n, k)."""
+        chosen = choose(self.whole, self.axis, self.blocks)
+        torch._foreach_copy_(self.chosen, chosen.unbind())
+        return chosen
+
+    def spread(self, parts: Sequence[torch.Tensor]) -> None:
+        """Write O to `whole` from what is selected of each piece."""
+        torch._foreach_copy_(self.part.unbind(), parts)
+        scatter(self.part, self.axis, torch.stack(self.chosen), self.whole)
+
+
+class PackSelected:
+    """`Pack` into whole pieces, and copies of what is selected from them."""
+
+    def __init__(
+        self,
+        pack: Pack,
+        pieces: Sequence[SelectedPieces],
+        to: Sequence[Sequence[torch.Tensor]] = (),
+        state: Sequence[Sequence[tuple]] = (),
+    ) -> None:
+        """`pack`: writes U to `SelectedPieces.whole`. `to`: views of the selected parts of U of
+        each of `pieces`; () to select only. `state`: for each of `pieces`, and each state of the
+        rule, (views where it is stored, views of its selected rows).
+        """
+        self.pack = pack
+        self.pieces = list(pieces)
+        self.to = list(to)
+        self.state = list(state)
+
+    def __call__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        addresses: torch.Tensor | None,
+        weight: torch.Tensor,
+        nesterov: bool,
+        update_momentum: bool = False,
+    ) -> None:
+        """Write U, and state, of what is selected; arguments as for `Pack`. M is not written."""
+        self.pack(tensors, addresses, weight, False, False)
+        chosen = [pieces.select() for pieces in self.pieces]
+        for pieces, of, to, states in zip(self.pieces, chosen, self.to, self.state):
+            gather(pieces.whole, pieces.axis, of, pieces.part)
+            torch._foreach_copy_(to, pieces.part.unbind())
+            for stored, sent in states:
+                rows = torch.stack(stored).gather(1, of.unsqueeze(2))
+                torch._foreach_copy_(sent, rows.unbind())
+
+
+class WeightUpdateSelected:
+    """`WeightUpdate` from the selected parts of O."""
+
+    def __init__(
+        self,
+        update: WeightUpdate,
+        pieces: Sequence[SelectedPieces],
+        parts: Sequence[Sequence[torch.Tensor]],
+        pack: PackSelected | None = None,
+    ) -> None:
+        """`update`: reads O from `SelectedPieces.whole`. `parts`: of O, for each of `pieces`.
+        `pack`: selects first, for pieces of which nothing was packed in the step.
+        """
+        self.update = update
+        self.pieces = list(pieces)
+        self.parts = list(parts)
+        self.pack = pack
+
+    def __call__(
+        self,
+        factors: torch.Tensor,
+        tensors: Sequence[torch.Tensor] = (),
+        addresses: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        update_momentum: bool = True,
+    ) -> None:
+        """Write W and M, as `WeightUpdate`."""
+        if self.pack is not None:
+            self.pack(tensors, addresses, weight, False)
+        for pieces, parts in zip(self.pieces, self.parts):
+            pieces.spread(parts)
+        self.update(factors, tensors, addresses, weight, update_momentum)
+
+
+class SaveSelected:
+    """`Copy` of the state of selected rows back to where it is stored."""
+
+    def __init__(
+        self,
+        chosen: Sequence[torch.Tensor],
+        stored: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor],
+        skip: Skip | None,
+    ) -> None:
+        """`chosen`: selected rows of each piece. `stored`: state of the piece, (r, 1). `parts`: of
+        its selected rows, (k, 1).
+        """
+        self.chosen = list(chosen)
+        self.stored = list(stored)
+        self.parts = list(parts)
+        self.skip = skip
+
+    def __call__(self) -> None:
+        """Write the state, but for rectangles of `skip`."""
+        if in_dry_run():
+            return
+        new = [s.index_copy(0, k, part) for s, k, part in zip(self.stored, self.chosen, self.parts)]
+        copy_torch(self.stored, new, self.skip)
+
+
+AnyPack = Pack | PackByRule | QuantizedMomentum | PackSelected
+AnyWeightUpdate = WeightUpdate | WeightUpdateByRule | UpdateWithMomentum | WeightUpdateSelected

@@ -18,7 +18,7 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 
 | key               | rules                  | a number per | shape       | dtype                  |
 |-------------------|------------------------|--------------|-------------|------------------------|
-| `momentum_buffer` | of matrices; sgd, sign | element      | (..., R, C) | `state_dtype`, or fp64 |
+| `momentum_buffer` | of matrices; sign      | element      | (..., R, C) | `state_dtype`, or fp64 |
 | `momentum_sum`    | of matrices            | element      | (..., R, C) | `state_dtype`          |
 | `momentum_scale`  | of matrices            | block        | see below   | fp32                   |
 | `second_moment`   | NorMuon                | row          | (..., R, 1) | fp32                   |
@@ -28,10 +28,10 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 | `step`            | adamw                  | parameter    | ()          | fp32                   |
 | `initial_weight`  | all                    | element      | (..., R, C) | of the weight          |
 
-`momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`. Only groups with
-`decay="initial"` keep `initial_weight`. `state_dtype` is fp32, bf16 or int8; state of fp64
-parameters is fp64. With int8 alone there is `momentum_scale`, of shape (..., R, ceil(C / 64)), see
-kernels/quantized/blocks.py, and groups with use_muon=False keep fp32. State is sharded like the
+`momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`, and in sgd. Only
+groups with `decay="initial"` keep `initial_weight`. `state_dtype` is fp32, bf16 or int8; state of
+fp64 parameters is fp64. With int8 alone there is `momentum_scale`, of shape (..., R, ceil(C / 64)),
+see kernels/quantized/blocks.py, and groups with use_muon=False keep fp32. State is sharded like the
 parameter; state per parameter is equal on every rank. Rules of groups with use_muon=False step
 weight and state in a single elementwise phase (elementwise.py), and are no `Rule`.
 
@@ -56,6 +56,7 @@ import torch
 from ..kernels.elementwise.weight_update import ALL
 from ..kernels.quantized.blocks import BLOCK, is_quantized
 from ..newton_schulz import coefficients
+from ..newton_schulz.selection import Selection
 from ..params.units import WHOLE, Split
 from .decay import INITIAL_KEY, form_of, rate_of
 from .elementwise import elementwise_of, step_size
@@ -167,6 +168,8 @@ class Rule:
     write_factors: ClassVar[tuple[str, ...]] = ()
     # Whether a fused rule also takes stacks of scattered rows, see [Note: direct matrices]
     takes_scattered_rows: ClassVar[bool] = False
+    # Of `options`: those that plans depend on, see `selection` and `sends_signs`
+    planned: ClassVar[tuple[str, ...]] = ()
     # Of built-in rules: whether the key `nesterov` is read; whether lr is multiplied by the option
     # `radius`; `adjust_lr_fn` in place of the group's
     has_nesterov: ClassVar[bool] = True
@@ -178,6 +181,14 @@ class Rule:
         """Raise ValueError for a wrong value of an option in a group; by default nothing is
         checked.
         """
+
+    @classmethod
+    def selection(cls, group: Mapping[str, Any]) -> Selection | None:
+        """Return which part of each matrix of a group is orthogonalized; None: the whole. Only of
+        fused rules without `before` and with state per row or without state. The momentum is then
+        that of `Pack` with `feedback`.
+        """
+        return None
 
     def __repr__(self) -> str:
         """Return the name, equal on all ranks: ranks order groups by it."""
@@ -246,6 +257,11 @@ def reads_gradients(rule: Rule) -> bool:
     return writes_weights(rule) and not rule.fused
 
 
+def selection_of(group: Mapping[str, Any]) -> Selection | None:
+    """Return which part of each matrix of a group is orthogonalized; None: the whole."""
+    return rule_of(group).selection(group) if group["use_muon"] else None
+
+
 def changes_at_lr_0(rule: Rule) -> bool:
     """Whether a step with lr 0 and gradients of zero may change weights or state of a rule. State
     of fused rules stays zero in such a step.
@@ -255,6 +271,8 @@ def changes_at_lr_0(rule: Rule) -> bool:
 
 # Name -> rule, of built-in rules and of all classes that an optimizer of the process was given
 RULES: dict[str, Rule] = {}
+# Options of all of `RULES` that plans depend on
+PLANNED_OPTIONS: set[str] = set()
 # State key -> State, of all of `RULES` and `ELEMENTWISE`
 STATES: dict[str, State] = {
     "momentum_buffer": State("momentum_buffer"),
@@ -306,6 +324,7 @@ def register(rule: type[Rule]) -> type[Rule]:
             )
     STATES.update({state.key: state for state in rule.state})
     RULES[name] = rule()
+    PLANNED_OPTIONS.update(rule.planned)
     return rule
 
 
@@ -426,15 +445,17 @@ def device_scalars(group: Mapping[str, Any]) -> list[float]:
     momentum = float(group["momentum"])
     # The weight update reads from element 0, the momentum from element 4. Both addresses are
     # multiples of 16 bytes: Triton would compile each kernel anew for an unaligned pointer
-    if "radius" in group and _has_radius(group):
+    if has_radius(group):
         lr *= float(group["radius"])
     mix = nesterov_weight(group) if "momentum_form" in group else 1.0 - momentum
     means = [beta2, 1.0 - beta2, 1.0 - momentum, momentum]
     return [lr, 1.0 - rate, *means, rate, weight_decay, mix, 0.0, 0.0, 0.0]
 
 
-def _has_radius(group: Mapping[str, Any]) -> bool:
+def has_radius(group: Mapping[str, Any]) -> bool:
     """Whether the rule of a group multiplies lr by the option `radius`."""
+    if "radius" not in group:
+        return False
     return (rule_of if group["use_muon"] else elementwise_of)(group).has_radius
 
 

@@ -29,9 +29,9 @@ from ..planning.planner import Plan
 from ..rules.decay import INITIAL_KEY
 from ..rules.muon import SUM_KEY
 from ..rules.rule import (
+    SCALE_KEY,
     STATES,
     group_state_dtype,
-    momentum_key,
     row_sharded_keys,
     sharded_keys,
     state_device_and_dtype,
@@ -164,9 +164,8 @@ def check_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
             by_rows = plan.state_rows is not None
             held = state.get(p, {})
             _check_shapes(held, p, plan.names[number], plan.split(number), by_rows)
-            # SGD's and sign's have the key of a mean, too
-            key = momentum_key(plan.group) if plan.group["use_muon"] else "momentum_buffer"
-            if key in state_keys(plan.group):
+            # Also SGD's and sign's, which have the keys of matrices
+            for key in {"momentum_buffer", SUM_KEY}.intersection(state_keys(plan.group)):
                 found = getattr(held.get(key), "dtype", None)
                 check_bits(key, plan.names[number], found, group_state_dtype(plan.group, dtype))
 
@@ -272,6 +271,7 @@ def create_state(
     for key, other in (("momentum_buffer", SUM_KEY), (SUM_KEY, "momentum_buffer")):
         if key in keys and key not in state:
             state.pop(other, None)
+            state.pop(SCALE_KEY, None)  # a scale that is not finite makes NaN of zeros
     for key in keys:
         device, key_dtype = state_device_and_dtype(key, param, dtype)
         if key in state:

@@ -588,6 +588,12 @@ def _check_source(number: int, group: dict, saved: dict) -> None:
             f"{where} {PEERS[names[0]].title} (keys {listed(saved)}), which scales its "
             f"state or its steps differently: {convert}"
         )
+    if "dampening" in set(saved) - set(group):
+        raise ValueError(
+            f"{where} torch.optim.SGD, whose weight decay is part of the gradient. Its "
+            "momentum_buffer is momentum_sum here if dampening is 0: rename the key and remove "
+            "dampening from the group, or begin the momentum anew"
+        )
     # A state dict of an older version of this package may lack one of the two
     own_marks = {"adjust_lr_fn", "ns_coefficients"}
     if group["use_muon"] and "momentum" in saved and not own_marks & set(saved):

@@ -16,6 +16,7 @@ tl = None  # Triton's language, put here by jit
 
 BLOCK = 1024  # elements of a row that a program reads at a time
 TILE = 64  # side of a square tile of elementwise kernels
+ROWS, COLUMNS = 32, 64  # of the tiles in which columns are added
 
 
 def unit_rows(U: torch.Tensor, Y: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -116,6 +117,42 @@ def _scale(X: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | Non
     )
 
 
+def absolute_sums(X: torch.Tensor, per: str) -> torch.Tensor:
+    """Return the sums of absolute values of each "row" (N, R, 1) or "column" (N, 1, C) of X
+    (N, R, C), in fp32.
+
+    The bits of a row, or of a column, do not depend on the others of its matrix: X may be the rows,
+    or the columns, of a shard. X is contiguous, at a multiple of 16 bytes.
+    """
+    N, R, C = X.shape
+    dim = 2 if per == "row" else 1
+    if X.numel() == 0 or not use_triton(X.device):
+        parts = X.abs().float()
+    elif per == "row":
+        out = torch.empty((N, R, 1), dtype=torch.float32, device=X.device)
+        _row_absolutes_kernel.launch(N * R, (C, launch_key(X)), X, out, C, BLOCK)
+        return out
+    else:
+        # Lanes of the tile are stored, not added: their order in `tl.sum` depends on the layout
+        # that the compiler gives to the tile, and that on C
+        parts = torch.empty((N, ROWS, C), dtype=torch.float32, device=X.device)
+        blocks = -(-C // COLUMNS)
+        key = R, C, launch_key(X)
+        _column_absolutes_kernel.launch(N * blocks, key, X, parts, R, C, blocks, ROWS, COLUMNS)
+    return _added(parts, dim)
+
+
+def _added(parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the sums along `dim`, kept with size 1: elementwise sums of halves, whose order
+    depends on the size of `dim` alone.
+    """
+    while (count := parts.shape[dim]) > 1:
+        half = count // 2
+        low = parts.narrow(dim, 0, half) + parts.narrow(dim, half, half)
+        parts = torch.cat((low, parts.narrow(dim, count - 1, 1)), dim) if count % 2 else low
+    return parts if parts.shape[dim] else parts.sum(dim, keepdim=True)
+
+
 @jit
 def _lengths_kernel(U, lengths, n, m, strides, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Write the largest magnitude and the length of each row; ROWS rows per program, read twice."""
@@ -212,3 +249,34 @@ def _rescale_kernel(A, left, right, n, m, strides, TILE: tl.constexpr):
         )
     a = tl.load(at, mask=inside).to(tl.float32) * factor
     tl.store(at, a.to(A.dtype.element_ty), mask=inside)
+
+
+@jit
+def _row_absolutes_kernel(X, out, C, BLOCK: tl.constexpr):
+    """Compute `absolute_sums` of a row, by a program."""
+    program = tl.program_id(0).to(tl.int64)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, C, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        x = tl.load(X + program * C + column, mask=column < C, other=0.0)
+        sums += tl.abs(x.to(tl.float32))
+    tl.store(out + program, tl.sum(sums))
+
+
+@jit
+def _column_absolutes_kernel(X, out, R, C, blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute ROWS partial sums of `absolute_sums` of COLUMNS columns, by a program. `out`: (N,
+    ROWS, C); row i has the sum of the rows i, i + ROWS and so on.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    matrix = program // blocks
+    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    lane = tl.arange(0, ROWS)
+    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(0, R, ROWS):
+        row = (first + lane).to(tl.int64)
+        inside = (row[:, None] < R) & (column[None, :] < C)
+        at = X + (matrix * R + row[:, None]) * C + column[None, :]
+        sums += tl.abs(tl.load(at, mask=inside, other=0.0).to(tl.float32))
+    at = out + (matrix * ROWS + lane[:, None]) * C + column[None, :]
+    tl.store(at, sums, mask=column[None, :] < C)

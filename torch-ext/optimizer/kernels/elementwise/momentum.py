@@ -38,7 +38,8 @@ class Pack:
     M: momentum, G: gradient, U: update, mostly a view of a send buffer. The first form of U is
     Nesterov momentum, with the new M. With `sums`: M <- mu M + G, then U <- mu M + G or U <- M.
     With `corrected`, Nesterov's U is M + y (G - M), with a number y of the parameter group. With
-    `signs` the signs of U, as rounded, take the place of U; zeros and NaN stay.
+    `feedback`: U <- M + (1 - mu) G, and M is written by `WeightUpdate`. With `signs` the signs of
+    U, as rounded, take the place of U; zeros and NaN stay.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Pack:
         groups: Sequence[int] | None = None,
         sums: bool = False,
         corrected: bool = False,
+        feedback: bool = False,
         signs: bool = False,
     ):
         """Bind M and U: lists of 2-D views with equal shapes, at fixed addresses. `groups`: number
@@ -68,6 +70,7 @@ class Pack:
         )
         self.sums = sums
         self.corrected = corrected
+        self.feedback = feedback
         self.signs = signs
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
         self.groups = groups_of(groups, self.launches)
@@ -90,8 +93,12 @@ class Pack:
         first. The values of group i are i * NUMBERS elements behind. Without `update_momentum`,
         `WeightUpdate` writes M later, together with the weight.
         """
+        assert not (self.feedback and update_momentum), "M is written by WeightUpdate"
         if self.launches is None:
             gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
+            if self.feedback:
+                weights = [weight[at] for at in self.group_offsets]
+                return pack_feedback_torch(self.M, self.U, gradients, weights, self.skip)
             weights = [weight[at + self.sums] for at in self.group_offsets]
             if self.sums:
                 pack_sums_torch(
@@ -121,6 +128,7 @@ class Pack:
                 GROUPED=grouped,
                 SUMS=self.sums,
                 CORRECTED=self.corrected,
+                FEEDBACK=self.feedback,
                 SIGNS=self.signs,
             )
 
@@ -182,6 +190,26 @@ def pack_sums_torch(
         u.copy_(update)
 
 
+def pack_feedback_torch(
+    M: Sequence[torch.Tensor],
+    U: Sequence[torch.Tensor],
+    G: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    skip: Skip | None,
+) -> None:
+    """Compute `Pack` with `feedback` in torch, with the bits of the kernel. `weights`: 1 - mu of
+    each rectangle.
+    """
+    for i, (m, u, g, weight) in enumerate(zip(M, U, G, weights)):
+        new = fed(m, g, weight)
+        u.copy_(new if skip is None else torch.where(skip.is_updated(i), new, m.float()))
+
+
+def fed(m: torch.Tensor, g: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return m + weight g in fp32."""
+    return g.float().mul(weight).add_(m.float())
+
+
 def summed(m: torch.Tensor, g: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
     """Return mu m + g in fp32."""
     return m.float().mul(mu).add_(g.float())
@@ -208,6 +236,7 @@ def _pack_kernel(
     GROUPED: tl.constexpr,
     SUMS: tl.constexpr,
     CORRECTED: tl.constexpr,
+    FEEDBACK: tl.constexpr,
     SIGNS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -219,7 +248,8 @@ def _pack_kernel(
     """Compute `Pack` for a block of elements. Lists of the table: M, U, G.
 
     `weight`: pointer to 1 - mu of group 0, then mu; y is NESTEROV (4) elements behind the first.
-    SUMS: M is a sum. CORRECTED: y is the weight of G in Nesterov's U. SIGNS: write signs of U.
+    SUMS: M is a sum. FEEDBACK: only U is written. CORRECTED: y is the weight of G in Nesterov's U.
+    SIGNS: write signs of U.
     `flags`, `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if
     GROUPED only.
     """
@@ -231,7 +261,11 @@ def _pack_kernel(
     )
     g = tl.load(g_at, mask=inside).to(tl.float32)
     m = tl.load(m_at, mask=inside).to(tl.float32)
-    if SUMS:
+    if FEEDBACK:
+        rest = tl.load(weight + group_offset(blocks, groups, GROUPED))
+        stepped = unskipped(inside, blocks, flags, places) if SKIPS else inside
+        m = tl.where(stepped, g * rest + m, m)
+    elif SUMS:
         mu = tl.load(weight + group_offset(blocks, groups, GROUPED) + 1)
         # A rectangle that is skipped: M stays, and U becomes M
         stepped = unskipped(inside, blocks, flags, places) if SKIPS else inside

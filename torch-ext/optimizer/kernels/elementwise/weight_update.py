@@ -9,7 +9,7 @@ import torch
 
 from ..backend import use_triton
 from ..launch.jit import jit, launch_key
-from .momentum import gradients_or_momenta, lerp, summed
+from .momentum import fed, gradients_or_momenta, lerp, summed
 from .multi_tensor import (
     NUMBERS,
     Positions,
@@ -60,8 +60,9 @@ class WeightUpdate:
     CAUTIOUS: elements with O W < 0 do not decay. TO_INITIAL: W <- W - rate (W - W0) - (lr scale) O.
     With `factors` bound, lr scale is multiplied by a factor of the row or rectangle. BY_FACTORS:
     W <- keep W - factor O. With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with
-    `update_momentum`. W: weight, O: orthogonalized update, M: momentum, G: gradient, W0: initial
-    weight.
+    `update_momentum`. With `feedback`: M <- M + (1 - mu) G, then M <- mu M where O is not -0.0, see
+    [Note: unselected elements]. W: weight, O: orthogonalized update, M: momentum, G: gradient, W0:
+    initial weight.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class WeightUpdate:
         decay: int = ALL,
         initial: Sequence[torch.Tensor] = (),
         sums: bool = False,
+        feedback: bool = False,
         factors: Sequence[torch.Tensor] = (),
         keeps: Sequence[torch.Tensor] = (),
         rounding: StochasticRounding | None = None,
@@ -104,6 +106,7 @@ class WeightUpdate:
         if factors:
             self.factors_of = OF_ROWS if any(len(t) > 1 for t in factors) else OF_MATRICES
         self.sums = sums
+        self.feedback = feedback
         self.initial = list(initial)
         self.scales = torch.tensor(
             list(scales), dtype=torch.float32, device=W[0].device if W else None
@@ -188,16 +191,21 @@ class WeightUpdate:
                 SUMS=self.sums,
                 FACTORS=self.factors_of,
                 ROUNDS=self.rounding is not None,
+                FEEDBACK=self.feedback,
             )
 
     def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
         """Write M in torch, with the bits of the kernel. Arguments as for `__call__`."""
         gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
         for i, (m, g, at) in enumerate(zip(self.M, gradients, self.group_offsets)):
-            if not self.sums:
+            if not self.sums and not self.feedback:
                 m.copy_(lerp(m, g, weight[at]))
                 continue
-            new = summed(m, g, weight[at + 1])
+            if self.feedback:
+                new = fed(m, g, weight[at])
+                new = torch.where(is_unselected(self.O[i]), new, new * weight[at + 1])
+            else:
+                new = summed(m, g, weight[at + 1])
             skip = self.skip
             m.copy_(new if skip is None else torch.where(skip.is_updated(i), new, m.float()))
 
@@ -237,6 +245,11 @@ def weight_update_torch(
             numbers = rounding.positions[i].tensor(w.device)
             new = rounded_torch(new, numbers, rounding.keys[at // NUMBERS])
         w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
+
+
+def is_unselected(o: torch.Tensor) -> torch.Tensor:
+    """Return where o is -0.0, see [Note: unselected elements] in newton_schulz/selection.py."""
+    return (o == 0) & torch.signbit(o)
 
 
 def is_opposite(w: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
@@ -374,6 +387,7 @@ def _update_kernel(
     SUMS: tl.constexpr,
     FACTORS: tl.constexpr,
     ROUNDS: tl.constexpr,
+    FEEDBACK: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -388,9 +402,10 @@ def _update_kernel(
     M; with DECAY TO_INITIAL also W0; with ROUNDS also positions; with MOMENTA also G.
 
     `scales`: scale of each record. `sent`: addresses of the factors of O and of W of each record
-    (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS: M is a sum. `update_momentum`:
-    0 leaves M alone. `flags`, `places`: see `unskipped`; read if SKIPS only. `groups`: see
-    `group_offset`; read if GROUPED only. `keys`: int64, one for each group; read if ROUNDS only.
+    (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS, FEEDBACK: form of M.
+    `update_momentum`: 0 leaves M alone. `flags`, `places`: see `unskipped`; read if SKIPS only.
+    `groups`: see `group_offset`; read if GROUPED only. `keys`: int64, one for each group; read if
+    ROUNDS only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
@@ -421,7 +436,13 @@ def _update_kernel(
         else:
             g_at = element_pointers(record, row, column, 3, TYPE_3, g_base, ACCESS)
         m = tl.load(m_at, mask=written).to(tl.float32)
-        if SUMS:
+        if FEEDBACK:
+            g = tl.load(g_at, mask=written).to(tl.float32)
+            m = g * tl.load(weight + group) + m
+            # The bits of -0.0: only the sign
+            selected = o.to(tl.int32, bitcast=True) != -2147483648
+            m = tl.where(selected, m * tl.load(weight + group + 1), m)
+        elif SUMS:
             m = m * tl.load(weight + group + 1) + tl.load(g_at, mask=written).to(tl.float32)
         else:
             m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)

@@ -60,11 +60,18 @@ class QuantizedMomentum:
         groups: Sequence[int] | None = None,
         sums: bool = False,
         corrected: bool = False,
+        feedback: bool = False,
         signs: bool = False,
     ):
         """Arguments of `Pack`. `U`: None for calls that write M only, in which `corrected` and
-        `signs` have no effect.
+        `signs` have no effect. Raises NotImplementedError for `feedback`, with which M depends on
+        O; a new optimizer refuses its rules.
         """
+        if feedback:
+            raise NotImplementedError(
+                "momentum with error feedback, that of rules that orthogonalize a part of each "
+                "matrix, is not kept in 8 bits: use state_dtype=torch.bfloat16"
+            )
         turned = [m.transposed for m in M]
         self.M = list(M)
         self.U = [u.mT if is_turned else u for u, is_turned in zip(U or (), turned)]

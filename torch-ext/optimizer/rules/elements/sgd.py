@@ -1,10 +1,11 @@
 """SGD with momentum, through torch's fused or foreach function.
 
-    M <- mu M + G                                                        momentum_buffer
+    M <- mu M + G                                                        momentum_sum
     W <- (1 - lr weight_decay) W - lr (G + mu M with nesterov, else M)
 
 mu is the key `momentum` of the group; with mu = 0 torch leaves M alone. As in every rule here,
-weight decay is no part of the gradient, unlike that of torch.optim.SGD.
+weight decay is no part of the gradient, unlike that of torch.optim.SGD. torch's `momentum_buffer`
+is the same sum, but the key means an average in all other groups here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch.optim.sgd import sgd as torch_sgd
 
 from ..elementwise import Elementwise, Members, Tensors, register_elementwise
+from ..muon import SUM_KEY
 
 
 @register_elementwise
@@ -23,7 +25,7 @@ class SGD(Elementwise):
     """See the module."""
 
     name = "sgd"
-    averages = ("momentum_buffer",)
+    averages = (SUM_KEY,)
 
     def constants(self, group: Mapping[str, Any]) -> tuple:
         """Return (momentum, nesterov)."""

@@ -32,6 +32,7 @@ class AdaMuon(Rule):
     options = {"beta2": 0.95, "sign": True}
     sends = {"size": "matrix"}
     fused = True
+    planned = ("sign",)
     sends_signs = "sign"
     write_factors = ("size",)
 
