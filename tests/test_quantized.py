@@ -42,6 +42,13 @@ def test_each_element_becomes_the_nearest_value():
             assert numbers[i, columns].abs().max() == 127
 
 
+def test_the_inverse_of_a_scale_is_rounded_once():
+    """As in the kernel: by a reciprocal, rounded, the second element of this block would be 75."""
+    wide = torch.tensor([[2.4015378952026367, 0.848779559135437]])
+    numbers, _ = part("kernels.quantized.blocks").quantize(wide)
+    assert numbers.tolist() == [[127, 76]]
+
+
 def test_what_has_no_magnitude_is_zero_and_what_is_not_finite_reads_as_nan():
     blocks = part("kernels.quantized.blocks")
     wide = torch.zeros(4, 70)

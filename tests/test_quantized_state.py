@@ -126,7 +126,7 @@ def third_weights(dtype, options):
         for p, one in ((eight, ours), (wide, theirs)):
             p.grad = g.clone()
             one.step()
-    return eight.detach(), wide.detach()
+    return eight.detach().float(), wide.detach().float()
 
 
 def test_all_forms_of_momentum_have_the_update_of_fp32_momentum(optimizer):

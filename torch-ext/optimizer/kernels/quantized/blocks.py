@@ -58,7 +58,8 @@ def quantize(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     magnitude = blocks.abs().contiguous().view(torch.int32)
     largest = magnitude.amax(-1, keepdim=True).view(torch.float32)
     is_usable = (largest > TINY) & (largest < torch.inf)
-    inverse = torch.where(is_usable, LARGEST**2 / largest, 0.0)
+    # Not `LARGEST**2 / largest`, which torch computes as a reciprocal, rounded, times LARGEST**2
+    inverse = torch.where(is_usable, torch.full_like(largest, LARGEST**2) / largest, 0.0)
     scales = torch.where(largest <= TINY, 0.0, largest * (1.0 / LARGEST**2))
     # Between n^2 and (n + 1)^2 the middle is n (n + 1) + 1/2
     numbers = ((blocks.abs() * inverse - 0.25).clamp_min(0.0).sqrt() + 0.5).floor()
