@@ -21,6 +21,7 @@ from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buck
 from .execution.workspace import buffer_name
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
 from .kernels.quantized.blocks import BLOCK as BLOCK_8BIT
+from .kernels.quantized.blocks import is_quantized
 from .newton_schulz.coefficients import steps_of
 from .params.config import MuonConfig
 from .params.dtensor import gradient_dtype, is_dtensor, local_of
@@ -323,7 +324,8 @@ def _bytes_at(
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes
-    found[_key("tables", "addresses and shapes", None, None)] += _table_bytes(plans)
+    tables = _table_bytes(plans, is_quantized(options.state_dtype))
+    found[_key("tables", "addresses and shapes", None, None)] += tables
     return +found
 
 
@@ -391,21 +393,24 @@ def _copied_bytes(rank: int, plan: Plan, options: MuonConfig) -> int:
     return min(copied, MAX_COPIED_ELEMENTS * largest)
 
 
-def _table_bytes(plans: Sequence[Plan]) -> int:
+def _table_bytes(plans: Sequence[Plan], is_8bit: bool) -> int:
     """Return about how many bytes the tables of launches on a GPU take, and the inputs of a step.
+    `is_8bit`: the momentum is in 8 bits.
 
     Each launch over pieces has a record of 12 to 20 int64 for a piece, and two int64 for a block of
-    BLOCK elements. Stored pieces are in two launches (pack, weight update), owned pieces of
-    matrices that are copied into stacks in two more, direct matrices have two addresses per row.
+    BLOCK elements. Stored pieces are in two launches (pack, weight update), and in a third that
+    writes 8-bit momentum. Owned pieces of matrices that are copied into stacks are in two more,
+    direct matrices have two addresses per row.
     """
     nbytes = 0
     for plan in plans:
+        launches = 3 if is_8bit and plan.group["use_muon"] else 2
         nbytes += 8 * len(plan.params) + 4 * NUMBERS * len(plan.groups)
         for bucket, rank_plan in plan.rank_plans or ():
             direct = rank_plan.direct
             copied = [p for p in rank_plan.owned if p.matrix not in direct]
             copied = copied if bucket.route != "local" else []
-            for p in itertools.chain(2 * rank_plan.stored, 2 * copied):
+            for p in itertools.chain(launches * rank_plan.stored, 2 * copied):
                 nbytes += 8 * 16 + 16 * -(-p.numel // BLOCK)
             nbytes += sum(2 * 8 * m.rows for m in direct)
     return nbytes
