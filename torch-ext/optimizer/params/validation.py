@@ -47,13 +47,7 @@ from .checks.group_values import (
 )
 from .dtensor import form_of, is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
-from .layout import (
-    check_local_shape,
-    check_placements,
-    check_state,
-    check_unit_sharding,
-    layout_of,
-)
+from .layout import check_local_shape, check_placements, check_state, check_unit_sharding, layout_of
 from .own_process_groups import refuse_late_key
 from .units import Split, check_splits, splits_of
 
