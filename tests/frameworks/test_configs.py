@@ -54,7 +54,7 @@ def lowers_the_loss(model: nn.Module, optimizer: torch.optim.Optimizer, vocabula
     losses = []
     for _ in range(3):
         loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
