@@ -219,7 +219,8 @@ def test_learning_rates_are_those_of_the_document(tmp_path, monkeypatch):
         _, axes = figures.plt.subplots()
         assert plot.draw_losses(axes, losses, model)
         assert len(axes.get_xticks()) == len({lr for by_lr in losses.values() for lr in by_lr}) >= 5
-    rows = re.findall(r"^\| (30m|demo) \| (\w+) \| (.*) \|$", (FOLDER.parent / "docs" / "learning_rates.md").read_text(), re.MULTILINE)
+    text = (FOLDER.parent / "docs" / "learning_rates.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (30m|demo) \| (\w+) \| (.*) \|$", text, re.MULTILINE)
     assert {(model, name): cells.split(" | ") for model, name, cells in rows} == found
 
 

@@ -36,7 +36,8 @@ def test_a_wrong_mapping_is_seen(trajectories):
 @pytest.mark.parametrize("name", ["keller_jordan", "emerging_optimizers", "megatron", "timm", "pytorch_optimizer",
                                   "heavyball", "dion", "muonium"])
 def test_an_installed_package_takes_the_same_steps(name, trajectories):
-    for row in trajectories.compared(name, None, STEPS):
+    # After more steps, the sign of an update near 0 decides a cautious decay of Dion's: docs/peers.md
+    for row in trajectories.compared(name, None, trajectories.STEPS if name == "dion" else STEPS):
         if row["agrees"] == "":
             pytest.skip(row["reason"])
         assert row["agrees"] or row["reason"], row
