@@ -160,9 +160,11 @@ def test_temporaries_of_elementwise_rules_are_those_of_a_step(rule, decay, optim
         assert peak.most == predicted > 0
 
 
-def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(monkeypatch):
+@pytest.mark.parametrize("name", [name for name, (options, _) in RULES.items() if "rule" in options])
+def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(name, monkeypatch):
     """Tables are bound as on a GPU; nothing is launched."""
-    opt = package().Muon([nn.Parameter(torch.ones(256, 1024)), nn.Parameter(torch.ones(96, 32))])
+    shapes = (256, 1024), (96, 32), (512, 256)
+    opt = package().Muon([nn.Parameter(torch.ones(shape)) for shape in shapes], **RULES[name][0])
     before = opt.memory_report().bytes_of("tables")
     everywhere(monkeypatch, part("kernels.backend"), "use_triton", lambda device: True)
     everywhere(monkeypatch, part("pipeline"), "precompile_kernels", lambda *_: None)

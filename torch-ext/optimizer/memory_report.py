@@ -8,7 +8,6 @@ that do not exist. `predicted` sums the bytes of such plans, `measured` those of
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
 from .report import as_bytes
 from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, temporaries_of
-from .rules.rule import STATES, state_device_and_dtype, state_keys, state_shape
+from .rules.rule import STATES, rule_of, state_device_and_dtype, state_keys, state_shape
 
 OPTIMIZER_KINDS = ("state", "workspace", "tables", "graphs", "temporary")
 KINDS = ("weights", "gradients", *OPTIMIZER_KINDS)
@@ -323,7 +322,7 @@ def _bytes_at(
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes
-    found[_key("tables", "addresses and shapes", None, None)] += _table_bytes(plans)
+    found[_key("tables", "addresses and shapes", None, None)] += _table_bytes(plans, options)
     return +found
 
 
@@ -401,12 +400,13 @@ def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonC
     return max(min(together[key], MAX_COPIED_ELEMENTS * largest[key]) for key in (False, True))
 
 
-def _table_bytes(plans: Sequence[Plan]) -> int:
+def _table_bytes(plans: Sequence[Plan], options: MuonConfig) -> int:
     """Return about how many bytes the tables of launches on a GPU take, and the inputs of a step.
 
-    Each launch over pieces has a record of 12 to 20 int64 for a piece, and two int64 for a block of
-    BLOCK elements. Stored pieces are in two launches (pack, weight update), owned pieces of
-    matrices that are copied into stacks in two more, direct matrices have two addresses per row.
+    Stored pieces of matrices are in two launches (pack, weight update), pieces of state and weights
+    that a rule reads at the owner in two copies, unless kernels read both where they are stored.
+    Owned pieces of matrices that are copied into stacks are in two copies more, direct matrices
+    have two addresses per row. Of selected rows or columns the indices are kept twice.
     """
     nbytes = 0
     for plan in plans:
@@ -415,10 +415,42 @@ def _table_bytes(plans: Sequence[Plan]) -> int:
             direct = rank_plan.direct
             copied = [p for p in rank_plan.owned if p.matrix not in direct]
             copied = copied if bucket.route != "local" else []
-            for p in itertools.chain(2 * rank_plan.stored, 2 * copied):
-                nbytes += 8 * 16 + 16 * -(-p.numel // BLOCK)
+            in_place = _kinds_in_place(plan, bucket, options)
+            numels = [p.numel for p in copied]
+            for p in [p for p in rank_plan.stored if p.kind not in in_place]:
+                layouts = plan.selected.get(p.kind)
+                if layouts is None or not layouts[p.matrix.param].sends_parts:
+                    numels.append(p.numel)
+                    continue
+                layout = layouts[p.matrix.param]
+                whole = math.prod(layout.whole_shape(p.stored_at, p.matrix.unit, p.start))
+                if p.kind == "matrix":
+                    numels.append(whole)
+                    nbytes += 2 * 8 * p.shape[layout.axes[p.matrix.unit]]
+                else:
+                    nbytes += (whole + p.numel) * 4
+            nbytes += sum(2 * _launch_bytes(numel) for numel in numels)
             nbytes += sum(2 * 8 * m.rows for m in direct)
     return nbytes
+
+
+def _launch_bytes(numel: int) -> int:
+    """Return about how many bytes a piece takes in the tables of a launch: a record of 12 to 20
+    int64, and two int64 for a block of BLOCK elements.
+    """
+    return 8 * 16 + 16 * -(-numel // BLOCK)
+
+
+def _kinds_in_place(plan: Plan, bucket: Bucket, options: MuonConfig) -> set[str]:
+    """Return the kinds of pieces that fused kernels read where they are stored, without copies: see
+    `LocalUpdate`.
+    """
+    rule = rule_of(plan.group) if plan.group["use_muon"] else None
+    if rule is None or not rule.fused or bucket.route != "local":
+        return set()
+    is_checked = options.nonfinite != "propagate"
+    state = {s.key for s in rule.state if s.per == "element" and not is_checked}
+    return state | ({"weight"} if rule.reads_weight else set())
 
 
 def measured(
