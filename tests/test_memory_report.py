@@ -174,6 +174,23 @@ def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(name, monkeypatch):
     assert 0.5 <= before / opt.memory_report().bytes_of("tables") <= 2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [False, True])
+def test_graphs_on_a_gpu_take_memory(capturable, optimizer):
+    """Graphs of a step are captured in the second step, and freed by `release`."""
+    params = [nn.Parameter(torch.randn(256, 128, device="cuda")) for _ in range(2)]
+    opt = optimizer.Muon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}], capturable=capturable)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    found = [opt.memory_report().bytes_of("graphs")]
+    for _ in range(3):
+        opt.step()
+    found.append(opt.memory_report().bytes_of("graphs"))
+    opt.release()
+    found.append(opt.memory_report().bytes_of("graphs"))
+    assert found[0] == found[2] == 0 < found[1]
+
+
 def llama_70b():
     """Groups of the parameters of Llama-3-70B, on the meta device."""
     layer = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), (28672, 8192), (28672, 8192), (8192, 28672)]
