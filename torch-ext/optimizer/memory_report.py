@@ -210,11 +210,11 @@ def copied_groups(params: Iterable) -> list:
     """Return parameters, or copies of parameter groups, for an optimizer that writes into its
     groups. Raises ValueError for sharded parameters.
     """
-    entries = [dict(one) if isinstance(one, dict) else one for one in params]
-    for one in entries:
-        members = one.get("params", ()) if isinstance(one, dict) else [one]
-        if isinstance(one, dict) and not isinstance(members, torch.Tensor):
-            one["params"] = members = list(members)
+    entries = [dict(entry) if isinstance(entry, dict) else entry for entry in params]
+    for entry in entries:
+        members = entry.get("params", ()) if isinstance(entry, dict) else [entry]
+        if isinstance(entry, dict) and not isinstance(members, torch.Tensor):
+            entry["params"] = members = list(members)
         for member in [members] if isinstance(members, torch.Tensor) else members:
             if is_dtensor(member[1] if isinstance(member, tuple) else member):
                 raise ValueError(
@@ -228,33 +228,34 @@ def plans_of(
     planner: Callable[[], ForecastPlanner],
     groups: Sequence[dict],
     options: MuonConfig,
-    own: Sequence[MuonConfig],
+    options_by_group: Sequence[MuonConfig],
 ) -> list[tuple[Plan, PartsOf | None]]:
-    """Return [(plan of this rank, rank -> parts of the buckets on the rank)], as a first step in
-    which every parameter that requires a gradient has one would make them. None: a plan without
-    buckets. Sends nothing.
+    """Return [(plan of this rank, rank -> parts of the buckets on the rank)] of a first step with
+    gradients of all parameters that require one. None: a plan without buckets. Sends nothing.
 
     `planner`: returns a new planner; parameters that a process steps alone are planned apart, as in
-    a step. `own`: the options of each group.
+    a step. `options_by_group`: the options of each group.
     """
-    found = []
+    plans = []
     for alone in (False, True):
-        one = planner()
-        for part in step_together(_members(groups, options, own, alone)):
-            for plan in one.plan(part.groups, part.params, part.group_of, part.process_group):
-                found.append((plan, one.parts_of.get(id(plan.rank_plans))))
-        one.check_bucket_buffers()
-    return found
+        new_planner = planner()
+        for part in step_together(_members(groups, options, options_by_group, alone)):
+            for plan in new_planner.plan(
+                part.groups, part.params, part.group_of, part.process_group
+            ):
+                plans.append((plan, new_planner.parts_of.get(id(plan.rank_plans))))
+        new_planner.check_bucket_buffers()
+    return plans
 
 
 def _members(
-    groups: Sequence[dict], options: MuonConfig, own: Sequence[MuonConfig], alone: bool
+    groups: Sequence[dict], options: MuonConfig, options_by_group: Sequence[MuonConfig], alone: bool
 ) -> list[tuple[dict, list[torch.Tensor], MuonConfig]]:
     """Return the parts of `step_together`: parameters that require a gradient, which this process
     steps `alone` or with other ranks.
     """
     parts = []
-    for group, of_group, params in by_process_group(groups, options, own):
+    for group, of_group, params in by_process_group(groups, options, options_by_group):
         shared = of_group.process_group is not None
         chosen = [p for p in params if p.requires_grad and (shared or is_dtensor(p)) != alone]
         parts.append((group, chosen, of_group))
@@ -265,29 +266,31 @@ def predicted(
     plans: Sequence[tuple[Plan, PartsOf | None]],
     groups: Sequence[dict],
     options: MuonConfig,
-    this: int,
-    seen: Mapping[Key, int] | None = None,
+    rank_shown: int,
+    measured_bytes: Mapping[Key, int] | None = None,
 ) -> MemoryReport:
-    """Return the report of plans. `this`: the rank to show beside the largest. `seen`: bytes
-    measured on that rank, which replace predicted ones.
+    """Return the report of plans. `rank_shown`: the rank to show beside the largest.
+    `measured_bytes`: bytes of that rank, in place of predicted ones.
     """
-    known = sorted({rank for plan, _ in plans for x in plan.layouts for rank in x.ranks})
+    ranks = sorted({rank for plan, _ in plans for x in plan.layouts for rank in x.ranks})
     numbers = {id(group): number for number, group in enumerate(groups)}
     by_rank = {}
-    for rank in known or [this]:
+    for rank in ranks or [rank_shown]:
         of_rank = [
             plan if parts_of is None else replace(plan, rank_plans=parts_of(rank))
             for plan, parts_of in plans
         ]
         by_rank[rank] = _bytes_at(rank, of_rank, numbers, options)
     largest = max(by_rank, key=lambda rank: sum(by_rank[rank].values()))
-    mine = by_rank.get(this, Counter())
-    if seen is not None:
+    mine = by_rank.get(rank_shown, Counter())
+    if measured_bytes is not None:
         mine = Counter({key: n for key, n in mine.items() if key[0] in ("gradients", "temporary")})
-        mine.update(seen)
+        mine.update(measured_bytes)
     keys = sorted({*mine, *by_rank[largest]}, key=_order)
     rows = [MemoryRow(*key, mine[key], by_rank[largest][key]) for key in keys]
-    return MemoryReport(this, largest, len(known) or 1, seen is not None, tuple(rows))
+    return MemoryReport(
+        rank_shown, largest, len(ranks) or 1, measured_bytes is not None, tuple(rows)
+    )
 
 
 def _order(key: Key) -> tuple:
@@ -510,25 +513,25 @@ def _workspace_of(bound: BoundStep) -> dict[str, torch.UntypedStorage]:
 def _tensors_in(root: object) -> Iterator[torch.Tensor]:
     """Yield the tensors that objects of this package hold, at any depth."""
     package = __name__.rpartition(".")[0]
-    seen, waiting = set(), [root]
+    visited, waiting = set(), [root]
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen or isinstance(one, PLANNED):
+        item = waiting.pop()
+        if id(item) in visited or isinstance(item, PLANNED):
             continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, Mapping):
-            waiting.extend(one.values())
-        elif isinstance(one, (list, tuple, set, frozenset)):
-            waiting.extend(one)
-        elif isinstance(one, functools.partial):
-            waiting += [one.func, one.args, one.keywords]
-        elif type(one).__module__.startswith(package) and hasattr(one, "__dict__"):
-            waiting.append(vars(one))
+        visited.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            waiting.extend(item)
+        elif isinstance(item, functools.partial):
+            waiting += [item.func, item.args, item.keywords]
+        elif type(item).__module__.startswith(package) and hasattr(item, "__dict__"):
+            waiting.append(vars(item))
         else:  # a method, or a function with a closure
-            waiting.append(getattr(one, "__self__", None))
-            cells = getattr(one, "__closure__", None) or ()
+            waiting.append(getattr(item, "__self__", None))
+            cells = getattr(item, "__closure__", None) or ()
             waiting += [cell.cell_contents for cell in cells]
 
 
