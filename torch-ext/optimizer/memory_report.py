@@ -19,6 +19,8 @@ from .execution.cuda_graphs import Graphs
 from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
 from .execution.workspace import buffer_name
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
+from .kernels.quantized.blocks import BLOCK as BLOCK_8BIT
+from .kernels.quantized.blocks import is_quantized
 from .newton_schulz.coefficients import steps_of
 from .params.config import AssumedRanks, MuonConfig
 from .params.dtensor import gradient_dtype, is_dtensor, local_of
@@ -30,7 +32,14 @@ from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
 from .report import as_bytes
 from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, temporaries_of
-from .rules.rule import STATES, rule_of, state_device_and_dtype, state_keys, state_shape
+from .rules.rule import (
+    STATES,
+    group_state_dtype,
+    rule_of,
+    state_device_and_dtype,
+    state_keys,
+    state_shape,
+)
 
 OPTIMIZER_KINDS = ("state", "workspace", "tables", "graphs", "temporary")
 KINDS = ("weights", "gradients", *OPTIMIZER_KINDS)
@@ -316,7 +325,7 @@ def _bytes_at(
             dtypes = {"weights": param.dtype, "gradients": gradient_dtype(param)}
             for kind, dtype in dtypes.items():
                 found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
-            for key in state_keys(plan.group_at(i)):
+            for key in state_keys(plan.group_at(i), options.state_dtype):
                 found.update(_state_at(rank, plan, i, key, number, options))
         if not plan.group["use_muon"]:
             # Plans, and the buckets of a plan, are stepped in turn
@@ -349,7 +358,8 @@ def _state_at(
     `create.create_state` makes it.
     """
     param = plan.params[i]
-    device, dtype = state_device_and_dtype(key, param, options.state_dtype)
+    dtype = group_state_dtype(plan.group_at(i), options.state_dtype)
+    device, dtype = state_device_and_dtype(key, param, dtype)
     layout = plan.layouts[i]
     if rank not in layout.boxes:
         return {}
@@ -362,6 +372,10 @@ def _state_at(
         if plan.state_rows is not None:
             rows = plan.state_rows[i][ranks_of_group(plan.process_group).index(rank)]
             numel = rows * math.prod(state_shape(param, key, plan.split(i))[1:])
+        elif STATES[key].per == "block":
+            # Shards begin at whole blocks, see `params.validation.check_blocks`
+            stored = [stop - start for start, stop in layout.boxes[rank]]
+            numel = math.prod(plan.split(i).block_shape(stored, BLOCK_8BIT))
         elif STATES[key].per != "element":
             numel = _numel_at(rank, plan.state_layouts[key][i])
         else:
@@ -392,7 +406,8 @@ def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonC
     for i, numel in members:
         group, param = plan.group_at(i), plan.params[i]
         rule = elementwise_of(group)
-        state = state_device_and_dtype(rule.averages[0], param, options.state_dtype)[1]
+        state = group_state_dtype(group, options.state_dtype)
+        state = state_device_and_dtype(rule.averages[0], param, state)[1]
         wide = torch.promote_types(param.dtype, state)
         wide = torch.promote_types(wide, torch.float32) if rule.in_fp32 else wide
         dtypes = (param.dtype, gradient_dtype(param), *[state] * len(rule.averages))
@@ -406,10 +421,11 @@ def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonC
 def _table_bytes(plans: Sequence[Plan], options: MuonConfig) -> int:
     """Return about how many bytes the tables of launches on a GPU take, and the inputs of a step.
 
-    Stored pieces of matrices are in two launches (pack, weight update), pieces of state and weights
-    that a rule reads at the owner in two copies, unless kernels read both where they are stored.
-    Owned pieces of matrices that are copied into stacks are in two copies more, direct matrices
-    have two addresses per row. Of selected rows or columns the indices are kept twice.
+    Stored pieces of matrices are in two launches (pack, weight update), and in a third that writes
+    8-bit momentum. Pieces of state and weights that a rule reads at the owner are in two copies,
+    unless kernels read both where they are stored. Owned pieces of matrices that are copied into
+    stacks are in two copies more, direct matrices have two addresses per row. Of selected rows or
+    columns the indices are kept twice.
     """
     nbytes = 0
     for plan in plans:
@@ -420,6 +436,8 @@ def _table_bytes(plans: Sequence[Plan], options: MuonConfig) -> int:
             copied = copied if bucket.route != "local" else []
             in_place = _kinds_in_place(plan, bucket, options)
             numels = [p.numel for p in copied]
+            if is_quantized(options.state_dtype) and plan.group["use_muon"]:
+                nbytes += sum(_launch_bytes(p.numel) for p in rank_plan.stored)
             for p in [p for p in rank_plan.stored if p.kind not in in_place]:
                 layouts = plan.selected.get(p.kind)
                 if layouts is None or not layouts[p.matrix.param].sends_parts:
