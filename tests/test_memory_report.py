@@ -137,6 +137,18 @@ def test_every_rule_takes_what_is_predicted(kind):
         assert figures(forecast) == figures(results[0][name][1]), name
 
 
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("rule", ["lion", "sign", "sgd"])
+def test_checked_parameters_are_stepped_beside_their_old_values(rule, nonfinite, optimizer):
+    param = nn.Parameter(torch.ones(40, 30))
+    opt = optimizer.Muon([{"params": [param], "use_muon": False, "rule": rule, "nesterov": False}], nonfinite=nonfinite)
+    param.grad = torch.ones_like(param)
+    opt.step()
+    with Peak(1000) as peak:
+        opt.step()
+    assert peak.most == opt.memory_report().bytes_of("temporary") > 0
+
+
 @pytest.mark.parametrize("decay", ["decoupled", "cautious", "initial"])
 @pytest.mark.parametrize("rule", ["lion", "sign", "adamw in bf16"])
 def test_temporaries_of_elementwise_rules_are_those_of_a_step(rule, decay, optimizer, monkeypatch):

@@ -397,9 +397,35 @@ def _stepped_at(rank: int, plan: Plan) -> list[list[tuple[int, int]]]:
 
 
 def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonConfig) -> int:
-    """Return the bytes that a step of an elementwise rule makes at a time on a GPU: copies where
+    """Return the bytes that a step of an elementwise rule makes at a time on a GPU. `members`: of
+    `_stepped_at`.
+    """
+    if options.nonfinite == "propagate":
+        return _temporary_bytes(members, plan, options)
+    # Parameters are stepped one at a time. Old values are kept, and then selected from
+    return max(
+        (
+            _old_bytes(i, numel, plan, options)
+            + max(_temporary_bytes([(i, numel)], plan, options), numel * plan.params[i].itemsize)
+            for i, numel in members
+        ),
+        default=0,
+    )
+
+
+def _old_bytes(i: int, numel: int, plan: Plan, options: MuonConfig) -> int:
+    """Return the bytes of copies of the weight and state of parameter `i`, without step counts."""
+    group, param = plan.group_at(i), plan.params[i]
+    dtype = group_state_dtype(group, options.state_dtype)
+    keys = [key for key in state_keys(group, options.state_dtype) if key != "step"]
+    state = [state_device_and_dtype(key, param, dtype)[1] for key in keys]
+    return numel * sum(dtype.itemsize for dtype in (param.dtype, *state))
+
+
+def _temporary_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonConfig) -> int:
+    """Return the bytes that a step of parameters together makes at a time on a GPU: copies where
     weight, gradient and averages differ in dtype, and temporaries of foreach operations. See
-    `rules.elementwise.step`. `members`: of `_stepped_at`.
+    `rules.elementwise.step`.
     """
     # Parameters that are stepped as copies are stepped apart: has copies -> bytes
     together, largest = Counter(), Counter()
@@ -430,29 +456,31 @@ def _table_bytes(plans: Sequence[Plan], options: MuonConfig) -> int:
     nbytes = 0
     for plan in plans:
         nbytes += 8 * len(plan.params) + 4 * NUMBERS * len(plan.groups)
+        is_8bit = is_quantized(options.state_dtype) and plan.group["use_muon"]
         for bucket, rank_plan in plan.rank_plans or ():
             direct = rank_plan.direct
-            copied = [p for p in rank_plan.owned if p.matrix not in direct]
-            copied = copied if bucket.route != "local" else []
-            in_place = _kinds_in_place(plan, bucket, options)
-            numels = [p.numel for p in copied]
-            if is_quantized(options.state_dtype) and plan.group["use_muon"]:
-                nbytes += sum(_launch_bytes(p.numel) for p in rank_plan.stored)
-            for p in [p for p in rank_plan.stored if p.kind not in in_place]:
-                layouts = plan.selected.get(p.kind)
-                if layouts is None or not layouts[p.matrix.param].sends_parts:
-                    numels.append(p.numel)
-                    continue
-                layout = layouts[p.matrix.param]
-                whole = math.prod(layout.whole_shape(p.stored_at, p.matrix.unit, p.start))
-                if p.kind == "matrix":
-                    numels.append(whole)
-                    nbytes += 2 * 8 * p.shape[layout.axes[p.matrix.unit]]
-                else:
-                    nbytes += (whole + p.numel) * 4
-            nbytes += sum(2 * _launch_bytes(numel) for numel in numels)
             nbytes += sum(2 * 8 * m.rows for m in direct)
+            if bucket.route != "local":
+                copied = [p for p in rank_plan.owned if p.matrix not in direct]
+                nbytes += sum(2 * _launch_bytes(p.numel) for p in copied)
+            in_place = _kinds_in_place(plan, bucket, options)
+            stored = [p for p in rank_plan.stored if p.kind not in in_place]
+            nbytes += sum(_stored_table_bytes(plan, p, 3 if is_8bit else 2) for p in stored)
     return nbytes
+
+
+def _stored_table_bytes(plan: Plan, piece: Piece, launches: int) -> int:
+    """Return about how many bytes a stored piece takes in tables of a number of launches."""
+    layouts = plan.selected.get(piece.kind)
+    layout = layouts and layouts[piece.matrix.param]
+    if not layout or not layout.sends_parts:
+        return launches * _launch_bytes(piece.numel)
+    # Launches are over all of the piece as it is stored, and not over its selected part
+    whole = math.prod(layout.whole_shape(piece.stored_at, piece.matrix.unit, piece.start))
+    if piece.kind != "matrix":
+        return 4 * (whole + piece.numel)  # memory of `PackSelected`
+    indices = piece.shape[layout.axes[piece.matrix.unit]]
+    return launches * _launch_bytes(whole) + 2 * 8 * indices
 
 
 def _launch_bytes(numel: int) -> int:
