@@ -73,6 +73,23 @@ def fsdp2_on_cpu() -> None:
     state.AcceleratorState.__init__ = init
 
 
+def megatron_on_cpu() -> None:
+    """Let Megatron-Core run on gloo ranks: it asks for tensors and types of CUDA. Nothing else of it is changed."""
+    def on_cpu(function):
+        def call(*args, **kwargs):
+            if "cuda" in str(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    kind = torch.Tensor.type
+    torch.Tensor.type = lambda self, *args: kind(self, *args) if args else kind(self).replace("torch.", "torch.cuda.")
+
+
 def run(program: str, world: int, folder: Path, *args: str, launches_itself: bool = False) -> list[dict]:
     """Run a program of tests/frameworks/programs on `world` ranks; return what each rank said.
 

@@ -1,0 +1,138 @@
+"""A tiny GPT of Megatron-Core under tensor and data parallelism: run_megatron.py MODE [Megatron's own muon: own].
+
+MODE train: five steps on one batch, with Megatron's clipping; losses of each step. MODE bits: five steps with gradients
+drawn for whole parameters, and a checkpoint after three; digests of whole weights. A second word says how: copies (data
+parallel ranks hold everything), layers (Megatron gives each rank some parameters), bf16 (with fp32 main parameters).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import zlib
+
+import torch
+import torch.distributed as dist
+
+from tests.frameworks.common import digest, megatron_on_cpu, say
+
+megatron_on_cpu()
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+
+from tests.ranks import package
+
+VOCABULARY, LENGTH = 64, 16
+
+
+def model_of(ranks: int, is_bf16: bool) -> DistributedDataParallel:
+    """Equal whole weights for any number of ranks."""
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, bias_dropout_fusion=False,
+        masked_softmax_fusion=False, tensor_model_parallel_size=ranks, bf16=is_bf16,
+        params_dtype=torch.bfloat16 if is_bf16 else torch.float32, gradient_accumulation_fusion=False)
+    model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, share_embeddings_and_output_weights=False)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    return DistributedDataParallel(config, ddp, model.bfloat16() if is_bf16 else model)
+
+
+def optimizer_of(model, how: str, clip: float):
+    config = OptimizerConfig(
+        optimizer="muon", lr=0.01, weight_decay=0.1, clip_grad=clip, bf16=how == "bf16", muon_nesterov=True,
+        muon_tp_mode="duplicated", muon_extra_scale_factor=0.2, muon_fp32_matmul_prec="highest",
+        params_dtype=torch.bfloat16 if how == "bf16" else torch.float32,
+        use_layer_wise_distributed_optimizer=how == "layers")
+    return get_megatron_optimizer(config, [model])
+
+
+def train(model, how: str) -> list[float]:
+    """The losses of steps on one batch."""
+    optimizer, losses = optimizer_of(model, how, 1.0), []
+    tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    places = torch.arange(LENGTH).expand(4, LENGTH)
+    mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
+    for _ in range(5):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], places, mask, labels=tokens[:, 1:].contiguous()).float().mean()
+        loss.backward()
+        model.finish_grad_sync()
+        success, norm, _ = optimizer.step()
+        assert success and norm > 0
+        losses.append(float(loss))
+    return losses
+
+
+def whole_gradients(model, step: int) -> None:
+    """Write this rank's part of gradients that are drawn for the whole parameters."""
+    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    for name, p in model.named_parameters():
+        is_sharded, dim = getattr(p, "tensor_model_parallel", False), getattr(p, "partition_dim", -1)
+        shape = list(p.shape)
+        if is_sharded:
+            shape[dim] *= ranks
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
+        whole = torch.randn(shape, generator=generator)
+        if is_sharded:
+            parts = whole.chunk(getattr(p, "partition_stride", 1), dim)
+            whole = torch.cat([part.chunk(ranks, dim)[rank] for part in parts], dim)
+        p.main_grad.copy_(whole)
+
+
+def whole_weights(model) -> dict:
+    """{name: whole parameter}, gathered over tensor parallelism."""
+    group, found = parallel_state.get_tensor_model_parallel_group(), {}
+    for name, p in model.named_parameters():
+        found[name] = p.detach().float()
+        if getattr(p, "tensor_model_parallel", False):
+            shards = [torch.empty_like(found[name]) for _ in range(group.size())]
+            dist.all_gather(shards, found[name], group)
+            parts = zip(*(shard.chunk(getattr(p, "partition_stride", 1), p.partition_dim) for shard in shards))
+            found[name] = torch.cat([shard for part in parts for shard in part], p.partition_dim)
+    return found
+
+
+def bits(model, how: str) -> dict:
+    """Digests after five steps: straight, and with a new optimizer and a loaded state for the last two."""
+    optimizer = optimizer_of(model, how, 0.0)
+    for step in range(5):
+        if step == 3:
+            saved = copy.deepcopy([optimizer.state_dict(), model.state_dict()])
+        whole_gradients(model, step)
+        optimizer.step()
+    straight = digest(whole_weights(model))
+    model.load_state_dict(saved[1])
+    optimizer = optimizer_of(model, how, 0.0)
+    # As Megatron loads a checkpoint: state is there before
+    optimizer.sharded_state_dict(model.sharded_state_dict(), is_loading=True)
+    optimizer.load_state_dict(saved[0])
+    for step in range(3, 5):
+        whole_gradients(model, step)
+        optimizer.step()
+    chained = optimizer.chained_optimizers[0]
+    keys = {key for state in chained.optimizer.state.values() for key in state}
+    return {"straight": straight, "resumed": digest(whole_weights(model)), "state": sorted(keys),
+            "optimizer": type(chained.optimizer).__name__}
+
+
+def main() -> None:
+    mode, how, ranks = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    if "own" not in sys.argv:
+        package().register_megatron_muon()
+    model = model_of(ranks, how == "bf16")
+    say(**(bits(model, how) if mode == "bits" else {"losses": train(model, how)}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+main()
