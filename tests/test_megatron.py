@@ -113,8 +113,12 @@ def test_units_step_as_separate_parameters():
     separate, parts = [], {}
     for name in SHAPES:
         rows = torch.arange(SHAPES[name][0][0])
-        cuts = {"linear_qkv": rows.view(4, -1).split(QKV, 1), "linear_fc1": rows.chunk(2)}
-        parts[name] = [index.reshape(-1) for index in cuts.get(name.split(".")[-2], [rows])]
+        blocks = [rows]
+        if "linear_qkv" in name:
+            blocks = rows.view(4, -1).split(QKV, 1)
+        if "linear_fc1" in name:
+            blocks = rows.chunk(2)
+        parts[name] = [index.reshape(-1) for index in blocks]
         separate += [(name, index, nn.Parameter(drawn(name)[index])) for index in parts[name]]
     muon = package().Muon([p for *_, p in separate], lr=0.02, nesterov=True, ns_coefficients="quintic",
                           adjust_lr_fn="sqrt_max")
@@ -186,15 +190,40 @@ def shard_and_train(rank, world, mode, whole):
     muon = optimizer.muon
     train(optimizer, model, tp, ranks, range(2, 4))
     assert optimizer.muon is muon
-    optimizer.load_state_dict(saved)
     for state in optimizer.state.values():
         state["momentum_buffer"].zero_()
     optimizer.load_state_dict(saved)
     kept = {name: getattr(p, "main_param", p) for name, p in model.items()}
     assert_shards_of(kept, whole[0], tp, ranks, names)
     train(optimizer, model, tp, ranks, range(4, 5))
+    assert all(shard.param is shard.local or shard.param.grad is None for shard in optimizer._shards)
     assert_shards_of(kept, whole[1], tp, ranks, names)
     return {row.route for row in optimizer.muon.plan_report().rows}
+
+
+def main_parameters_without_ranks(nonfinite):
+    """fp32 main parameters that this rank alone steps, and whose memory moves."""
+    model = model_of()
+    optimizer = optimizer_of(model, options={"nonfinite": nonfinite})
+    for i, (name, p) in enumerate(model.items()):
+        p.main_param = optimizer.param_groups[0]["params"][i] = drawn(name)
+    for step in range(STEPS):
+        train(optimizer, model, steps=range(step, step + 1))
+        for p in model.values():
+            p.main_param.data = p.main_param.data.clone()
+    return model, optimizer
+
+
+def test_main_parameters_without_ranks(recwarn):
+    model, optimizer = main_parameters_without_ranks("propagate")
+    assert_shards_of({name: p.main_param for name, p in model.items()}, trained(), 0, 1)
+    assert recwarn.list == []
+    model, optimizer = main_parameters_without_ranks("skip")
+    for p in model.values():
+        p.main_param.grad = torch.full_like(p.main_param, torch.nan)
+    optimizer.step()
+    assert int(optimizer.muon.skipped) == len(SHAPES) + 2  # q, k and v are three matrices
+    assert_shards_of({name: p.main_param for name, p in model.items()}, trained(), 0, 1)
 
 
 def whole_results():
@@ -222,10 +251,10 @@ def experts_and_gtp(rank, world):
     """Experts: 2 ranks with different experts, 2 with copies. Rows sharded by tensor parallelism, then by GTP."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     outer, inner = mesh.get_local_rank("outer"), mesh.get_local_rank("inner")
-    names = [["layers.0.mlp.linear_fc2.weight"], ["layers.0.linear_proj.weight"]][inner]
+    names = [["layers.0.mlp.linear_fc2.weight"], ["layers.0.mlp.linear_fc1.weight"]][inner]
     model = model_of(names=names)
-    for p in model.values():
-        p.expert_tp, p.allreduce, p.tensor_model_parallel = True, False, False
+    for p in model.values():  # gate and up are parts only of a shard
+        p.expert_tp, p.allreduce = True, False
     groups = groups_of(mesh, tp="inner", dp_cp="inner", expt_dp="outer", gtp_remat="outer")
     experts = optimizer_of(model, groups)
     train(experts, model)
@@ -244,7 +273,7 @@ def test_experts_step_among_their_copies_and_rows_of_gtp_are_put_together():
     for name, weight, _ in found:
         assert torch.equal(weight, whole[name])
     name = "layers.0.linear_qkv.weight"
-    rows = [weight for *_, weight, _ in found]  # by rank: (outer, inner)
+    rows = [weight for *_, weight in found]  # by rank: (outer, inner)
     assert torch.equal(torch.cat([rows[0], rows[2], rows[1], rows[3]]), whole[name])
 
 

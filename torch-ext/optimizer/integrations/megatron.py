@@ -272,9 +272,27 @@ class Shard(NamedTuple):
     """A parameter of Megatron, and what `Muon` steps in its place."""
 
     local: torch.Tensor  # of Megatron's groups
-    param: torch.Tensor  # a view of `local` as a DTensor, or `local` itself if it is whole
+    # A view of `local` as a DTensor; `local` itself if it is whole, or a parameter in its memory:
+    # fp32 main parameters do not require a gradient
+    param: torch.Tensor
     grad: torch.Tensor | None  # a DTensor for the gradient of a view
     placed: Callable[[torch.Tensor], torch.Tensor]  # a plain tensor in the form of `param`
+
+    def lend_gradient(self) -> None:
+        """Give `param` the memory and the gradient that `local` has now."""
+        grad = self.local.grad
+        if self.grad is None:
+            self.param.data = self.local.data
+        elif grad is not None:
+            self.grad._local_tensor = grad
+            grad = self.grad
+        self.param.grad = grad
+
+    def drop_gradient(self) -> None:
+        """Take the gradient from `param`, so that Megatron can free it."""
+        self.param.grad = None
+        if self.grad is not None:
+            self.grad._local_tensor = self.local
 
 
 class MegatronMuon(torch.optim.Optimizer):
@@ -334,16 +352,12 @@ class MegatronMuon(torch.optim.Optimizer):
             group.update({key: self.param_groups[number][key] for key in NUMBERS})
         for shard in self._shards:
             self._follow_state(shard)
-        views = [shard for shard in self._shards if shard.grad is not None]
-        for shard in views:
-            if shard.local.grad is not None:
-                shard.grad._local_tensor = shard.local.grad
-                shard.param.grad = shard.grad
+        lent = [shard for shard in self._shards if shard.param is not shard.local]
+        for shard in lent:
+            shard.lend_gradient()
         self.muon.step()
-        for shard in views:
-            # Megatron frees gradients of the step
-            shard.param.grad = None
-            shard.grad._local_tensor = shard.local
+        for shard in lent:
+            shard.drop_gradient()
 
     def _momentum(self, param: torch.Tensor) -> torch.Tensor:
         """The momentum of a parameter, created if missing."""
@@ -366,60 +380,56 @@ class MegatronMuon(torch.optim.Optimizer):
         }
         self._shards, self._numbers, groups, self._momenta = [], [], [], {}
         for number, group in enumerate(self.param_groups):
-            # One group for each set of ranks with copies of whole parameters
-            by_copies: dict[object, list] = {}
+            members = []
             for param in group["params"]:
                 traits = self._traits.get(models.get(id(param), param))
                 if traits is None:
                     traits = _traits(param, f"#{len(self._shards)}")
-                copies, shard = self._place(param, traits)
+                shard = self._place(param, traits)
                 self._shards.append(shard)
-                split = traits.split(shard.param.shape[0])
-                by_copies.setdefault(copies, []).append((traits.name, shard.param, split))
-            for copies, members in by_copies.items():
+                members.append((traits.name, shard.param, traits.split(shard.param.shape[0])))
+            if members:
                 self._numbers.append(number)
-                groups.append({
-                    "params": [(name, param) for name, param, _ in members],
-                    "process_group": copies,
-                    **({"split": [s for *_, s in members]} if any(s for *_, s in members) else {}),
-                    **{key: group[key] for key in NUMBERS},
-                })
+                numbers = {key: group[key] for key in NUMBERS}
+                groups.append({"params": [member[:2] for member in members], **numbers})
+                if any(split for *_, split in members):
+                    groups[-1]["split"] = [split for *_, split in members]
         self.muon = Muon(groups, **self._options) if groups else None
         self._stepped = params
 
-    def _place(self, param: torch.Tensor, traits: Traits) -> tuple[object, Shard]:
-        """Return (process group of copies of a whole parameter, shard of the parameter)."""
-        copies, axes = self._axes(traits)
+    def _place(self, param: torch.Tensor, traits: Traits) -> Shard:
+        """The shard of a parameter."""
+        axes = self._axes(traits)
         if not axes:
-            return copies, Shard(param, param, None, lambda tensor: tensor)
-        if copies is not None:
-            axes = [(copies, None), *axes]
+            whole = param if param.requires_grad else nn.Parameter(param.detach())
+            return Shard(param, whole, None, lambda tensor: tensor)
         groups, dims = zip(*axes)
         if groups not in self._meshes:
             self._meshes[groups] = _mesh_of(groups, param.device.type)
 
+        parts = 1 if dims[-1] is None else traits.parts
+
         def placed(tensor: torch.Tensor) -> torch.Tensor:
             """Return the DTensor whose shard is `tensor`."""
-            return sharded_view(tensor, self._meshes[groups], dims, traits.parts)
+            return sharded_view(tensor, self._meshes[groups], dims, parts)
 
         view = placed(param)
-        return None, Shard(param, view, view.detach(), lambda tensor: placed(tensor).detach())
+        return Shard(param, view, view.detach(), lambda tensor: placed(tensor).detach())
 
-    def _axes(self, traits: Traits) -> tuple[object, list[tuple]]:
-        """Return (process group of copies, [(process group, dim that it shards)]), without groups
-        of one rank.
+    def _axes(self, traits: Traits) -> list[tuple[dist.ProcessGroup, int | None]]:
+        """[(process group of Megatron, dim that its ranks shard, None: copies)] of a parameter,
+        without groups of one rank.
         """
         prefix = "expt_" if traits.is_expert else ""
-        copies = self._group("expt_dp" if traits.has_expert_copies else "dp_cp")
-        tensor = None if traits.dim is None else self._group(f"{prefix}tp")
-        rows = self._group(f"{prefix}gtp_remat") if traits.is_gtp else None
-        axes = [(tensor, traits.dim), (rows, 0)]
-        return copies if self._has_copies else None, [axis for axis in axes if axis[0] is not None]
-
-    def _group(self, name: str) -> dist.ProcessGroup | None:
-        """A process group of Megatron; None for a group of one rank."""
-        group = getattr(self._groups, name, None)
-        return None if group is None or group.size() == 1 else group
+        named = []
+        if self._has_copies:
+            named.append(("expt_dp" if traits.has_expert_copies else "dp_cp", None))
+        if traits.dim is not None:
+            named.append((f"{prefix}tp", traits.dim))
+        if traits.is_gtp:
+            named.append((f"{prefix}gtp_remat", 0))
+        found = [(getattr(self._groups, name, None), dim) for name, dim in named]
+        return [(group, dim) for group, dim in found if group is not None and group.size() > 1]
 
 
 def _mesh_of(groups: Sequence[dist.ProcessGroup], device_type: str) -> object:
