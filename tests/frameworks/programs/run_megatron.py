@@ -8,6 +8,7 @@ parallel ranks hold everything), layers (Megatron gives each rank some parameter
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import zlib
 
@@ -23,6 +24,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer, tag_params_for_buffer_routing
 from megatron.core.transformer import TransformerConfig
 
 from tests.ranks import package
@@ -30,9 +32,10 @@ from tests.ranks import package
 VOCABULARY, LENGTH = 64, 16
 
 
-def model_of(ranks: int, is_bf16: bool) -> DistributedDataParallel:
-    """Equal whole weights for any number of ranks."""
+def model_of(ranks: int, how: str) -> DistributedDataParallel:
+    """Equal whole weights for any number of ranks. layers: as Megatron's training lays out its buffers."""
     torch.manual_seed(0)
+    is_bf16 = how != "copies"
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
@@ -40,15 +43,22 @@ def model_of(ranks: int, is_bf16: bool) -> DistributedDataParallel:
         masked_softmax_fusion=False, tensor_model_parallel_size=ranks, bf16=is_bf16,
         params_dtype=torch.bfloat16 if is_bf16 else torch.float32, gradient_accumulation_fusion=False)
     model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, share_embeddings_and_output_weights=False)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    return DistributedDataParallel(config, ddp, model.bfloat16() if is_bf16 else model)
+    model = model.bfloat16() if is_bf16 else model
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=how == "layers")
+    layout = {}
+    if how == "layers":
+        tag_params_for_buffer_routing([model])
+        copies = parallel_state.get_data_parallel_world_size()
+        layout["full_param_layout"] = LayerWiseDistributedOptimizer.compute_full_param_layout(
+            list(model.parameters()), None, copies, ddp)
+    return DistributedDataParallel(config, ddp, model, **layout)
 
 
 def optimizer_of(model, how: str, clip: float):
     config = OptimizerConfig(
-        optimizer="muon", lr=0.01, weight_decay=0.1, clip_grad=clip, bf16=how == "bf16", muon_nesterov=True,
+        optimizer="muon", lr=0.01, weight_decay=0.1, clip_grad=clip, bf16=how != "copies", muon_nesterov=True,
         muon_tp_mode="duplicated", muon_extra_scale_factor=0.2, muon_fp32_matmul_prec="highest",
-        params_dtype=torch.bfloat16 if how == "bf16" else torch.float32,
+        params_dtype=torch.bfloat16 if how != "copies" else torch.float32,
         use_layer_wise_distributed_optimizer=how == "layers")
     return get_megatron_optimizer(config, [model])
 
@@ -67,7 +77,7 @@ def train(model, how: str) -> list[float]:
         model.finish_grad_sync()
         success, norm, _ = optimizer.step()
         assert success and norm > 0
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
@@ -102,25 +112,36 @@ def whole_weights(model) -> dict:
 
 def bits(model, how: str) -> dict:
     """Digests after five steps: straight, and with a new optimizer and a loaded state for the last two."""
+    def part_of(optimizer):
+        """layers: without Megatron's Adam, whose state dict needs more than torch's AdamW has."""
+        return optimizer.chained_optimizers[0] if how == "layers" else optimizer
+
+    def result() -> str:
+        found = whole_weights(model)
+        is_matrix = re.compile(r"linear_|router").search
+        return digest({name: value for name, value in found.items() if how != "layers" or is_matrix(name)})
+
     optimizer = optimizer_of(model, how, 0.0)
     for step in range(5):
         if step == 3:
-            saved = copy.deepcopy([optimizer.state_dict(), model.state_dict()])
+            saved = copy.deepcopy([part_of(optimizer).state_dict(), model.state_dict()])
         whole_gradients(model, step)
         optimizer.step()
-    straight = digest(whole_weights(model))
+    straight = result()
     model.load_state_dict(saved[1])
     optimizer = optimizer_of(model, how, 0.0)
     # As Megatron loads a checkpoint: state is there before
-    optimizer.sharded_state_dict(model.sharded_state_dict(), is_loading=True)
-    optimizer.load_state_dict(saved[0])
+    part_of(optimizer).sharded_state_dict(model.sharded_state_dict(), is_loading=True)
+    part_of(optimizer).load_state_dict(saved[0])
     for step in range(3, 5):
         whole_gradients(model, step)
         optimizer.step()
-    chained = optimizer.chained_optimizers[0]
-    keys = {key for state in chained.optimizer.state.values() for key in state}
-    return {"straight": straight, "resumed": digest(whole_weights(model)), "state": sorted(keys),
-            "optimizer": type(chained.optimizer).__name__}
+    muon = optimizer.chained_optimizers[0]
+    muon = getattr(muon, "chained_optimizers", [muon])[0].optimizer
+    keys = {key for state in muon.state.values() for key in state}
+    count = sum(len(group["params"]) for group in muon.param_groups)
+    return {"straight": straight, "resumed": result(), "state": sorted(keys), "optimizer": type(muon).__name__,
+            "count": count}
 
 
 def main() -> None:
@@ -129,7 +150,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     if "own" not in sys.argv:
         package().register_megatron_muon()
-    model = model_of(ranks, how == "bf16")
+    model = model_of(ranks, how)
     say(**(bits(model, how) if mode == "bits" else {"losses": train(model, how)}))
     dist.barrier()
     dist.destroy_process_group()
