@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.frameworks.common import run
+from tests.frameworks.common import ROOT, run
 from tests.ranks import package, part
 
 pytest.importorskip("megatron.core", reason="Megatron-Core needs Python 3.12")
@@ -89,3 +92,19 @@ def test_a_gpt_trains_as_with_megatrons_own_muon(tmp_path):
     for said in run("megatron", 2, tmp_path, "train", "2", "1"):
         assert said["copies"] == pytest.approx(said["own"], rel=1e-4)
         assert said["copies"][-1] < 0.75 * said["copies"][0]
+
+
+@pytest.mark.gpus(n=2)
+@pytest.mark.parametrize("layout", [["--tensor-parallel", "2"], ["--tensor-parallel", "1", "--layer-wise"]])
+def test_a_gpt_trains_on_gpus_as_with_megatrons_own_muon(tmp_path, layout):
+    """In bf16, without the stand-ins for CUDA."""
+    program, table = ROOT / "benchmarks" / "megatron_core.py", tmp_path / "losses.csv"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, *layout,
+               "--layers", "2", "--hidden", "256", "--sequence", "64", "--steps", "20", "--out", table]
+    subprocess.run(command, check=True, timeout=500)
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert float(row["last_loss"]) < float(row["first_loss"]) - 0.3
+        assert float(row["largest_difference"]) < 0.05
+    assert [row["implementation"] for row in rows] == ["megatron duplicated", "ours"]

@@ -2,8 +2,8 @@
 
 train: five steps on one batch, with Megatron's clipping: losses with our entry and with Megatron's own muon. bits: five
 steps with gradients drawn for whole parameters, and a checkpoint after three: digests of whole weights, for each of
-copies (data parallel ranks hold everything), bf16 (so, with fp32 main parameters), layers (Megatron gives each rank some
-parameters, in bf16), experts. RANKS of tensor, EXPERT_RANKS of expert parallelism, there with experts only.
+copies (data parallel ranks hold everything), bf16 (also, with fp32 main parameters), layers (in bf16, Megatron gives
+each rank some parameters), experts. RANKS of tensor, EXPERT_RANKS of expert parallelism, the latter with experts only.
 """
 
 from __future__ import annotations
