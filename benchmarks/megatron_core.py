@@ -5,8 +5,8 @@
 Needs megatron-core and emerging-optimizers (requirements/megatron.txt), and a GPU for each rank. Both models take each
 step in turn, in bf16 with fp32 main parameters. A row for each of them: the first and the last loss, the largest
 difference of losses in any step, and the median time of Megatron's `optimizer.step()` on the slowest rank, with its
-clipping and, with --layer-wise, its all-gather of weights. --tp-mode is that of Megatron's own: duplicated and distributed
-orthogonalize whole matrices, as our entry does, and blockwise shards.
+clipping and, with --layer-wise, its all-gather of weights. --tp-mode is that of Megatron's own: duplicated and
+distributed orthogonalize whole matrices, as our entry does, and blockwise shards.
 """
 
 from __future__ import annotations

@@ -184,9 +184,13 @@ def shard_and_train(rank, world, mode, whole):
     saved = copy.deepcopy(optimizer.state_dict())
     assert all(value.shape == p.shape and type(value) is torch.Tensor
                for p, state in optimizer.state.items() for value in state.values())
-    for p in optimizer.state:  # what Megatron's offload_to_cpu does
+    optimizer.release()
+    for i, p in enumerate(optimizer.state):  # what Megatron's offload_to_cpu does, and what others do
         p.data = p.data.clone()
-        optimizer.state[p]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].clone()
+        if i % 2:
+            optimizer.state[p]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].clone()
+        else:
+            optimizer.state[p]["momentum_buffer"].data = optimizer.state[p]["momentum_buffer"].data.clone()
     muon = optimizer.muon
     train(optimizer, model, tp, ranks, range(2, 4))
     assert optimizer.muon is muon
@@ -275,6 +279,27 @@ def test_experts_step_among_their_copies_and_rows_of_gtp_are_put_together():
     name = "layers.0.linear_qkv.weight"
     rows = [weight for *_, weight in found]  # by rank: (outer, inner)
     assert torch.equal(torch.cat([rows[0], rows[2], rows[1], rows[3]]), whole[name])
+
+
+def cut_query_groups(rank, world):
+    """Two query groups over four ranks of tensor parallelism, and over one."""
+    whole = torch.arange(48.0 * HIDDEN).view(48, HIDDEN).sin()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)) if world > 1 else None
+    p = nn.Parameter(whole.chunk(world)[rank].clone())
+    p.tensor_model_parallel, p.partition_dim = True, 0
+    megatron = part("integrations.megatron")
+    chunk = chunk_of({"linear_qkv.weight": p})
+    chunk.config.num_query_groups = 2
+    groups = None if mesh is None else groups_of(mesh, tp="tp")
+    optimizer = megatron.MegatronMuon([{"params": [p]}], **megatron._arguments(False, {}, config_of(), [chunk], groups))
+    p.grad = whole.cos().chunk(world)[rank].clone()
+    optimizer.step()
+    assert optimizer.muon.param_groups[0]["split"] == [{"rows": [16, 4, 4], "repeat": 2}]
+    return p.detach()
+
+
+def test_units_do_not_depend_on_the_number_of_ranks():
+    assert torch.equal(torch.cat(run_threads(4, cut_query_groups)), cut_query_groups(0, 1))
 
 
 # Views of shards
@@ -388,5 +413,10 @@ def test_layouts_that_are_refused():
     model["layers.0.mlp.linear_fc1.weight"].is_gtp_weight_remat = True
     with pytest.raises(ValueError, match=re.escape("layers.0.mlp.linear_fc1.weight: split_gate_up=True")):
         optimizer_of(model, split_gate_up=True)
+    chunk = chunk_of({"experts.linear_fc1.weight0": model_of()["layers.0.mlp.linear_fc1.weight"]})
+    chunk.config.moe_mlp_glu_interleave_size = 32
+    arguments(False, {}, config_of(), [chunk], None)
+    with pytest.raises(ValueError, match="experts.linear_fc1.weight0: .* moe_mlp_glu_interleave_size"):
+        arguments(True, {}, config_of(), [chunk], None)
     with pytest.raises(ValueError, match="closure"):
         optimizer_of(model_of()).step(lambda: 0.0)

@@ -210,17 +210,30 @@ def _traits_of_model(
     for number, chunk in enumerate(model_chunks):
         config = getattr(chunk, "config", None)
         qkv = _qkv_rows(config) if split_qkv else None
-        # With another interleaving, rows of gate and up alternate inside a rank
-        is_blocked = getattr(config, "moe_mlp_glu_interleave_size", None) is not None
         for name, param in chunk.named_parameters():
             label = re.sub(r"^(module\.)+", "", name)
             label = label if len(model_chunks) == 1 else f"{number}.{label}"
-            is_gated = bool(GATE_UP.search(name)) and getattr(config, "gated_linear_unit", False)
-            is_expert = getattr(param, "expert_tp", False)
-            parts = 2 if is_gated and not (is_expert and is_blocked) else None
+            parts = _gated_parts(name, config)
+            if split_gate_up and parts == 0:
+                raise ConfigError(
+                    f"parameter {label}: split_gate_up=True is not supported with "
+                    "moe_mlp_glu_interleave_size, with which rows of gate and up take turns: leave "
+                    "it out"
+                )
             is_qkv = "linear_qkv.weight" in name or getattr(param, "is_qkv", False)
-            found[param] = _traits(param, label, parts, qkv if is_qkv else None, split_gate_up)
+            rows = qkv if is_qkv and split_qkv else None
+            found[param] = _traits(param, label, parts, rows, split_gate_up)
     return found
+
+
+def _gated_parts(name: str, config: object) -> int | None:
+    """2 for gate and up in one weight, 0 if their rows take turns, None for another weight."""
+    if not GATE_UP.search(name) or not getattr(config, "gated_linear_unit", False):
+        return None
+    kinds = ("shared_experts", "moe_shared_expert"), ("experts", "moe_mlp")
+    prefix = next((prefix for kind, prefix in kinds if kind in name), None)
+    takes_turns = getattr(config, f"{prefix}_glu_interleave_size", None) is not None
+    return 0 if takes_turns else 2
 
 
 def _qkv_rows(config: Any) -> tuple[int, ...] | None:
@@ -241,8 +254,8 @@ def _traits(
     qkv: tuple[int, ...] | None = None,
     split_gate_up: bool = False,
 ) -> Traits:
-    """The traits of a parameter by Megatron's attributes. `parts`: 2 for gate and up, None unless
-    known. Raises ConfigError if split_gate_up cannot be done.
+    """The traits of a parameter by Megatron's attributes. `parts`: as in `_gated_parts`. Raises
+    ConfigError if split_gate_up cannot be done.
     """
     dim = getattr(param, "partition_dim", -1)
     is_sharded = getattr(param, "tensor_model_parallel", False) and dim in range(param.ndim)
@@ -253,7 +266,7 @@ def _traits(
             f"parameter {name}: split_gate_up=True is not supported with generalized tensor "
             "parallelism, which cuts through gate and up of a rank: leave it out"
         )
-    if parts is None:
+    if not parts:
         parts = getattr(param, "partition_stride", 1)
     return Traits(
         name,
@@ -268,7 +281,7 @@ def _traits(
     )
 
 
-class Shard(NamedTuple):
+class View(NamedTuple):
     """A parameter of Megatron, and what `Muon` steps in its place."""
 
     local: torch.Tensor  # of Megatron's groups
@@ -326,9 +339,16 @@ class MegatronMuon(torch.optim.Optimizer):
         self._options = options
         self._meshes: dict[tuple, object] = {}
         self._stepped: list[torch.Tensor] | None = None  # parameters of `muon`
-        self._shards: list[Shard] = []
+        self._views: list[View] = []
         self._numbers: list[int] = []  # for each group of `muon`, the group of Megatron
         self._momenta: dict[torch.Tensor, torch.Tensor] = {}  # that `muon` knows
+
+    def release(self) -> None:
+        """Free the workspace, and drop views of weights and state: memory that is offloaded until
+        the next step is free at once.
+        """
+        if self.muon is not None:
+            self.muon.release()
 
     def init_state(self) -> None:
         """Create missing state, as zeros."""
@@ -350,14 +370,14 @@ class MegatronMuon(torch.optim.Optimizer):
             return
         for number, group in zip(self._numbers, self.muon.param_groups):
             group.update({key: self.param_groups[number][key] for key in NUMBERS})
-        for shard in self._shards:
-            self._follow_state(shard)
-        lent = [shard for shard in self._shards if shard.param is not shard.local]
-        for shard in lent:
-            shard.lend_gradient()
+        for view in self._views:
+            self._follow_state(view)
+        lent = [view for view in self._views if view.param is not view.local]
+        for view in lent:
+            view.lend_gradient()
         self.muon.step()
-        for shard in lent:
-            shard.drop_gradient()
+        for view in lent:
+            view.drop_gradient()
 
     def _momentum(self, param: torch.Tensor) -> torch.Tensor:
         """The momentum of a parameter, created if missing."""
@@ -366,28 +386,28 @@ class MegatronMuon(torch.optim.Optimizer):
             state[STATE] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
         return state[STATE]
 
-    def _follow_state(self, shard: Shard) -> None:
+    def _follow_state(self, view: View) -> None:
         """Give `muon` the momentum, if it was created, loaded or moved."""
-        momentum = self._momentum(shard.local)
-        if self._momenta.get(shard.local) is not momentum:
-            self._momenta[shard.local] = momentum
-            self.muon.state[shard.param] = {STATE: shard.placed(momentum)}
+        momentum = self._momentum(view.local)
+        if self._momenta.get(view.local) is not momentum:
+            self._momenta[view.local] = momentum
+            self.muon.state[view.param] = {STATE: view.placed(momentum)}
 
     def _bind(self, params: list[torch.Tensor]) -> None:
         """Make `muon` of the parameters that the groups hold now."""
         models = {
             id(param.main_param): param for param in self._traits if hasattr(param, "main_param")
         }
-        self._shards, self._numbers, groups, self._momenta = [], [], [], {}
+        self._views, self._numbers, groups, self._momenta = [], [], [], {}
         for number, group in enumerate(self.param_groups):
             members = []
             for param in group["params"]:
                 traits = self._traits.get(models.get(id(param), param))
                 if traits is None:
-                    traits = _traits(param, f"#{len(self._shards)}")
-                shard = self._place(param, traits)
-                self._shards.append(shard)
-                members.append((traits.name, shard.param, traits.split(shard.param.shape[0])))
+                    traits = _traits(param, f"#{len(self._views)}")
+                view = self._place(param, traits)
+                self._views.append(view)
+                members.append((traits.name, view.param, traits.split(view.param.shape[0])))
             if members:
                 self._numbers.append(number)
                 numbers = {key: group[key] for key in NUMBERS}
@@ -397,12 +417,12 @@ class MegatronMuon(torch.optim.Optimizer):
         self.muon = Muon(groups, **self._options) if groups else None
         self._stepped = params
 
-    def _place(self, param: torch.Tensor, traits: Traits) -> Shard:
-        """The shard of a parameter."""
+    def _place(self, param: torch.Tensor, traits: Traits) -> View:
+        """The view of a parameter."""
         axes = self._axes(traits)
         if not axes:
             whole = param if param.requires_grad else nn.Parameter(param.detach())
-            return Shard(param, whole, None, lambda tensor: tensor)
+            return View(param, whole, None, lambda tensor: tensor)
         groups, dims = zip(*axes)
         if groups not in self._meshes:
             self._meshes[groups] = _mesh_of(groups, param.device.type)
@@ -410,11 +430,13 @@ class MegatronMuon(torch.optim.Optimizer):
         parts = 1 if dims[-1] is None else traits.parts
 
         def placed(tensor: torch.Tensor) -> torch.Tensor:
-            """Return the DTensor whose shard is `tensor`."""
-            return sharded_view(tensor, self._meshes[groups], dims, parts)
+            """Return the DTensor whose shard is `tensor`, also after `tensor.data` has moved."""
+            found = sharded_view(tensor, self._meshes[groups], dims, parts).detach()
+            found._local_tensor = tensor
+            return found
 
-        view = placed(param)
-        return Shard(param, view, view.detach(), lambda tensor: placed(tensor).detach())
+        view = sharded_view(param, self._meshes[groups], dims, parts)
+        return View(param, view, view.detach(), placed)
 
     def _axes(self, traits: Traits) -> list[tuple[dist.ProcessGroup, int | None]]:
         """[(process group of Megatron, dim that its ranks shard, None: copies)] of a parameter,
