@@ -200,7 +200,7 @@ def shard_and_train(rank, world, mode, whole):
     kept = {name: getattr(p, "main_param", p) for name, p in model.items()}
     assert_shards_of(kept, whole[0], tp, ranks, names)
     train(optimizer, model, tp, ranks, range(4, 5))
-    assert all(shard.param is shard.local or shard.param.grad is None for shard in optimizer._shards)
+    assert all(view.param is view.local or view.param.grad is None for view in optimizer._views)
     assert_shards_of(kept, whole[1], tp, ranks, names)
     return {row.route for row in optimizer.muon.plan_report().rows}
 
