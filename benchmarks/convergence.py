@@ -1,18 +1,22 @@
-"""What an optimizer brings in training: one GPT, many optimizers, learning rates swept alike. One CSV row a run.
+"""Losses of a GPT trained with several optimizers, with learning rates swept alike. One CSV row for each run.
 
     make build && python benchmarks/convergence.py --size 30m --out convergence.csv
-    ... --optimizers adamw muon normuon     some of them; AdamW is always needed, for the rates of embeddings and head
-    ... --seconds 500                       begin no run after so long; the next call goes on where this one ended
-    ... --show                              print the table of the rows that are there, and train nothing
+    ... --optimizers muon normuon           some optimizers; AdamW always trains, for the rates of embeddings and head
+    ... --seconds 500                       begin no run after 500 s; the next call continues the sweep
+    ... --show                              print the table of the rows so far, and train nothing
 
 Tokens are bytes, weights are fp32, compute is bf16 by autocast. All runs of a size have the same text in the same
 order for a seed, the same warm-up and linear decay to 0, weight decay 0.1 on matrices, embeddings and head, and
 gradients clipped to norm 1. Each GPU trains one run at a time; without a GPU one process trains on the CPU.
 
-Rates. AdamW has three, of matrices (and norms), of embeddings and of the head, which are found one after another by
-factors of 2, with seed 0: a rate counts as found once both of its neighbours are worse. All other optimizers take
-AdamW's rates for embeddings and head, and sweep that of matrices in the same way. So AdamW has three swept rates, and
-the others one. Then seeds 1 and 2 train with the best rates, and the table is of these three seeds.
+Rates. AdamW has three, of matrices (and norms), of embeddings and of the head. They are searched by factors of 2, with
+seed 0: first all together, then each by itself, in rounds until a round changes nothing. A rate counts as found once
+both of its neighbours are worse. All further optimizers take AdamW's rates for embeddings and head, and sweep the rate
+of matrices likewise. So AdamW has three swept rates, and every other optimizer one. Rates at which training diverged
+are halved until a run has a loss.
+
+Seeds. The best rates train with three seeds, 0 to 2, and `muon` with five, 0 to 4. `torch_muon` also trains with the
+rates of `muon` and these five seeds, for the comparison of both seed by seed. The table says the number of seeds.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ WARMUP, DECAY, CLIP, BETAS = 0.05, 0.1, 1.0, (0.9, 0.95)
 HELDOUT_WINDOWS, EVALUATIONS = 128, 20
 STUDENT_T = {3: (4.303, 1.061), 4: (3.182, 0.978), 5: (2.776, 0.941)}  # seeds -> quantiles .975 and .8
 LOST = 1e9  # loss of a run that diverged, so that rows can be compared
+LEAST = 2.0**-12  # of an optimizer's first rate: below it, rates of runs that diverged are no longer halved
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=None, help="in place of the size's own number")
     parser.add_argument("--data", default=None, help="folder whose *.py files are the text (default: Python's library)")
     parser.add_argument("--corpus", default="stdlib", help="name of the text, for the rows")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so long")
-    parser.add_argument("--runs", type=int, default=None, help="end after so many runs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after this time")
+    parser.add_argument("--runs", type=int, default=None, help="end after this number of runs")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     parser.add_argument("--show", action="store_true", help="print the table of --out, and train nothing")
     add_output(parser, COLUMNS, "convergence.csv")
@@ -158,7 +163,7 @@ class Run:
         return cls(row["optimizer"], *rates, int(row["seed"]))
 
 
-# What is to be trained next is a function of the rows so far, so that a sweep goes on after an interruption.
+# The next runs are a function of the rows so far, so a sweep goes on after an interruption.
 
 
 def losses_of(rows: list[dict[str, str]]) -> dict[Run, float]:
@@ -166,10 +171,13 @@ def losses_of(rows: list[dict[str, str]]) -> dict[Run, float]:
 
 
 def search(start: Run, rates: tuple[str, ...], losses: dict[Run, float]) -> tuple[Run, list[Run]]:
-    """(The best run as rates are multiplied together, the runs that are wanted before it is known to be the best)."""
+    """(Best run as `rates` are multiplied together, runs that are missing to compare it with its neighbours)."""
     best = start
     while best in losses:
         beside = [replace(best, **{rate: getattr(best, rate) * factor for rate in rates}) for factor in (0.5, 2.0)]
+        if losses[best] >= LOST and getattr(best, rates[0]) > LEAST * OPTIMIZERS[best.optimizer][1]:
+            best = beside[0]  # neighbours that diverged as well would end the search here
+            continue
         if missing := [run for run in beside if run not in losses]:
             return best, missing
         better = min(beside, key=losses.get)
@@ -180,7 +188,7 @@ def search(start: Run, rates: tuple[str, ...], losses: dict[Run, float]) -> tupl
 
 
 def wanted(name: str, losses: dict[Run, float]) -> list[Run]:
-    """The runs of an optimizer that can begin now; none where it is done, or waits for another's rates."""
+    """The runs of an optimizer that can begin now; [] if all have ended, or if AdamW's rates are not found yet."""
     best, missing = adamw_rates(losses)
     if name != "adamw":
         if missing:
@@ -194,12 +202,15 @@ def wanted(name: str, losses: dict[Run, float]) -> list[Run]:
 
 
 def adamw_rates(losses: dict[Run, float]) -> tuple[Run, list[Run]]:
-    """(AdamW's best run of seed 0, the runs that it waits for)."""
+    """(AdamW's best run of seed 0, runs that are missing to find it)."""
     lr = OPTIMIZERS["adamw"][1]
-    best, missing = Run("adamw", lr, lr, lr, 0), []
-    for rates in (("lr", "embed_lr", "head_lr"), ("embed_lr",), ("head_lr",), ("lr",)):
-        if not missing:
-            best, missing = search(best, rates, losses)
+    best, missing = search(Run("adamw", lr, lr, lr, 0), ("lr", "embed_lr", "head_lr"), losses)
+    before = None
+    while not missing and best != before:
+        before = best
+        for rates in (("embed_lr",), ("head_lr",), ("lr",)):
+            if not missing:
+                best, missing = search(best, rates, losses)
     return best, missing
 
 
@@ -256,7 +267,7 @@ class Sweep:
 
 
 def work(worker: int, options: argparse.Namespace, orders: mp.SimpleQueue, results: mp.SimpleQueue) -> None:
-    """Train what the orders say, until they end."""
+    """Train the runs from `orders`, until None."""
     import traceback
 
     device = torch.device("cuda", worker) if torch.cuda.is_available() else torch.device("cpu")
@@ -316,13 +327,13 @@ class Training:
 
     @torch.no_grad()
     def heldout_loss(self) -> torch.Tensor:
-        """The mean over batches of as many windows as a training step has."""
+        """The mean over batches of the size of a training step."""
         count = min(self.size.batch, HELDOUT_WINDOWS)
         batches = zip(*(part.split(count) for part in self.heldout))
         return torch.stack([self.loss(*batch) for batch in batches]).mean()
 
     def factor(self, step: int) -> float:
-        """Of the rates: linear warm-up, then linear decay to 0."""
+        """Factor on the rates: linear warm-up, then linear decay to 0."""
         warmup = max(1, int(WARMUP * self.steps))
         return (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)
 
@@ -357,8 +368,8 @@ class Training:
             "corpus": self.options.corpus, "text_mb": self.text_mb, "optimizer": run.optimizer, "lr": run.lr,
             "embed_lr": run.embed_lr, "head_lr": run.head_lr, "seed": run.seed, "steps": self.steps,
             "tokens": self.steps * size.batch * size.seq, "heldout_loss": round(losses[-1], 5),
-            "step_ms": round(statistics.median(whole for whole, _ in times), 3),
-            "optimizer_ms": round(statistics.median(own for _, own in times), 3), "peak_mib": round(peak, 1),
+            "step_ms": round(statistics.median(ms for ms, _ in times), 3),
+            "optimizer_ms": round(statistics.median(ms for _, ms in times), 3), "peak_mib": round(peak, 1),
             "curve": " ".join(f"{step}:{loss:.4f}" for (step, _), loss in zip(curve, losses)),
             "torch": torch.__version__}
 
@@ -371,7 +382,7 @@ class Training:
 
 
 def between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    """ms."""
+    """Time between two marks, in ms."""
     return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
 
 
@@ -380,12 +391,12 @@ def between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> f
 
 def best_rows(rows: list[dict[str, str]], name: str) -> list[dict[str, str]]:
     """The rows of an optimizer with its best rates, over the seeds that were trained with them."""
-    own = [row for row in rows if row["optimizer"] == name]
-    if not own:
+    rows = [row for row in rows if row["optimizer"] == name]
+    if not rows:
         return []
-    best = min((row for row in own if row["seed"] == "0"), key=lambda row: float(row["heldout_loss"]))
+    best = min((row for row in rows if row["seed"] == "0"), key=lambda row: float(row["heldout_loss"]))
     rates = ("lr", "embed_lr", "head_lr")
-    return [row for row in own if all(row[key] == best[key] for key in rates)]
+    return [row for row in rows if all(row[key] == best[key] for key in rates)]
 
 
 def mean_curve(rows: list[dict[str, str]]) -> list[tuple[int, float]]:

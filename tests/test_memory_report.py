@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import everywhere, package, part, run_threads
+from tests.test_store import Peak
 
 SHAPES = [(16, 24), (24, 16), (10, 12), (16, 24), (3, 8, 6), (34, 16)]
 OTHERS = [(20, 8), (7,)]
@@ -17,10 +18,12 @@ OTHERS = [(20, 8), (7,)]
 WAYS = {
     "fsdp": ("fsdp", {}),
     "fsdp in bf16": ("fsdp", {"state_dtype": torch.bfloat16, "workspace_bytes": 40_000}),
+    "fsdp in 8 bits": ("fsdp", {"state_dtype": torch.int8}),
     "fsdp, overlap": ("fsdp", {"overlap_backward": True}),
     "ddp": ("ddp", {}),
     "ddp, state at owners": ("ddp", {"shard_state": True, "workspace_bytes": 40_000}),
     "ddp, unreduced": ("ddp", {"grads_are_reduced": False}),
+    "ddp, unreduced in 8 bits": ("ddp", {"grads_are_reduced": False, "state_dtype": torch.int8}),
 }
 
 
@@ -82,9 +85,100 @@ def test_what_is_predicted_is_there_after_a_step(way):
         assert totals[before.largest_rank] == max(totals)
 
 
-def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(monkeypatch):
+def of_rules(rank, world, kind):
+    """{rule: (report before the first step, report after it)} of a rank."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    wrapped, options = {}, {}
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        wrapped = {"wrapped": lambda t: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None)}
+    else:
+        options = {"process_group": dist.group.WORLD}
+    found = {}
+    for name, (of_rule, rule_of_rest) in RULES.items():
+        params, groups = groups_of(**wrapped)
+        groups[1].update(rule_of_rest)
+        opt = package().Muon(groups, **of_rule, **options)
+        before = opt.memory_report()
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        found[name] = before, opt.memory_report()
+        opt.release()
+    return found
+
+
+# Name -> (arguments, keys of the group with use_muon=False)
+RULES = {
+    "muon, initial": ({"decay": "initial"}, {"rule": "sgd"}),
+    "dion2": ({"rule": "dion2"}, {}),
+    "dion2 in blocks": ({"rule": "dion2", "blocks": 3, "select": "row"}, {"rule": "lion"}),
+    "dion3": ({"rule": "dion3", "blocks": 3}, {"rule": "sign"}),
+    "hyperball": ({"rule": "hyperball"}, {}),
+    "adamuon": ({"rule": "adamuon"}, {}),
+    "normuon_columns": ({"rule": "normuon_columns"}, {}),
+    "normuon_aspect": ({"rule": "normuon_aspect"}, {}),
+    "muon_plus, skip": ({"rule": "muon_plus", "nonfinite": "skip"}, {}),
+    "scion": ({"rule": "scion"}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_every_rule_takes_what_is_predicted(kind):
+    results = run_threads(3, of_rules, kind)
+    for name, (of_rule, rule_of_rest) in RULES.items():
+        for found in results:
+            before, after = map(figures, found[name])
+            assert before == after, name
+        _, groups = groups_of()
+        groups[1].update(rule_of_rest)
+        forecast = package().Muon.memory_forecast(groups, ranks=3, layout=kind, **of_rule)
+        assert figures(forecast) == figures(results[0][name][1]), name
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("rule", ["lion", "sign", "sgd"])
+def test_checked_parameters_are_stepped_beside_their_old_values(rule, nonfinite, optimizer):
+    param = nn.Parameter(torch.ones(40, 30))
+    opt = optimizer.Muon([{"params": [param], "use_muon": False, "rule": rule, "nesterov": False}], nonfinite=nonfinite)
+    param.grad = torch.ones_like(param)
+    opt.step()
+    with Peak(1000) as peak:
+        opt.step()
+    assert peak.most == opt.memory_report().bytes_of("temporary") > 0
+
+
+@pytest.mark.parametrize("decay", ["decoupled", "cautious", "initial"])
+@pytest.mark.parametrize("rule", ["lion", "sign", "adamw in bf16"])
+def test_temporaries_of_elementwise_rules_are_those_of_a_step(rule, decay, optimizer, monkeypatch):
+    """Parameters are stepped in parts of limited size. Lion and sign make as many tensors on a CPU as on a GPU. AdamW
+    makes some of its own on CPUs only, beside copies of weight and gradient and the temporaries of decay.
+    """
+    most = 2000
+    for module in ("rules.elementwise", "memory_report"):
+        monkeypatch.setattr(part(module), "MAX_COPIED_ELEMENTS", most)
+    dtype = torch.bfloat16 if rule.endswith("bf16") else torch.float32
+    params = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((5000,), (40, 30), (30, 20))]
+    groups = [{"params": params, "use_muon": False, "rule": rule.split()[0]}]
+    opt = optimizer.Muon(groups, decay=decay)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    with Peak(1000) as peak:
+        opt.step()
+    predicted = opt.memory_report().bytes_of("temporary")
+    if rule.startswith("adamw"):
+        assert predicted == most * (8 + {"decoupled": 0, "cautious": 16, "initial": 8}[decay]) < peak.most
+    else:
+        assert peak.most == predicted > 0
+
+
+@pytest.mark.parametrize("name", [name for name, (options, _) in RULES.items() if "rule" in options])
+def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(name, monkeypatch):
     """Tables are bound as on a GPU; nothing is launched."""
-    opt = package().Muon([nn.Parameter(torch.ones(256, 1024)), nn.Parameter(torch.ones(96, 32))])
+    shapes = (256, 1024), (96, 32), (512, 256)
+    opt = package().Muon([nn.Parameter(torch.ones(shape)) for shape in shapes], **RULES[name][0])
     before = opt.memory_report().bytes_of("tables")
     everywhere(monkeypatch, part("kernels.backend"), "use_triton", lambda device: True)
     everywhere(monkeypatch, part("pipeline"), "precompile_kernels", lambda *_: None)
@@ -92,6 +186,23 @@ def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(monkeypatch):
         p.grad = torch.ones_like(p)
     opt._prepare(False)
     assert 0.5 <= before / opt.memory_report().bytes_of("tables") <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [False, True])
+def test_graphs_on_a_gpu_take_memory(capturable, optimizer):
+    """Graphs of a step are captured in the second step, and freed by `release`."""
+    params = [nn.Parameter(torch.randn(256, 128, device="cuda")) for _ in range(2)]
+    opt = optimizer.Muon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}], capturable=capturable)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    found = [opt.memory_report().bytes_of("graphs")]
+    for _ in range(3):
+        opt.step()
+    found.append(opt.memory_report().bytes_of("graphs"))
+    opt.release()
+    found.append(opt.memory_report().bytes_of("graphs"))
+    assert found[0] == found[2] == 0 < found[1]
 
 
 def llama_70b():
@@ -117,6 +228,10 @@ def test_a_model_on_meta_is_planned_for_gpus_that_do_not_exist(optimizer):
     narrow = optimizer.Muon.memory_forecast(groups, ranks=16, state_dtype=torch.bfloat16)
     assert narrow.bytes_of("state") == 2 * numel[0] // 16 + 4 * numel[1] // 16 + steps
     assert narrow.bytes_of("temporary") == 8 << 24  # AdamW steps copies of its averages
+    eight = optimizer.Muon.memory_forecast(groups, ranks=16, state_dtype=torch.int8)
+    assert eight.bytes_of("state") == numel[0] // 16 + 4 * numel[0] // 64 // 16 + 8 * numel[1] // 16 + steps
+    rows = {(r.what, r.dtype): r.nbytes for r in eight.rows if r.kind == "state" and r.group == 0}
+    assert rows == {("momentum_buffer", "int8"): numel[0] // 16, ("momentum_scale", "float32"): numel[0] // 256}
 
 
 def test_reports_are_numbers_and_a_table(optimizer):
@@ -139,7 +254,30 @@ def test_reports_are_numbers_and_a_table(optimizer):
     ({"grads_are_reduced": False}, "grads_are_reduced=False with layout='fsdp'"),
     ({"process_group": object()}, "process_group is not allowed in a forecast"),
     ({"lr": -1}, "lr=-1 is not allowed"),
+    ({"layout": "ddp", "shard_state": 1}, "shard_state=1 is not allowed"),
+    ({"layout": "ddp", "overlap_backward": True}, "overlap_backward=True is not allowed with process_group"),
 ])
 def test_wrong_arguments_are_refused(arguments, message, optimizer):
     with pytest.raises(ValueError, match=message):
         optimizer.Muon.memory_forecast([nn.Parameter(torch.ones(4, 4))], **arguments)
+
+
+@pytest.mark.parametrize("at_owners", [{"shard_state": True}, {"grads_are_reduced": False}])
+@pytest.mark.parametrize("options", [{"rule": "normuon_columns"}, {"decay": "initial"}])
+def test_a_forecast_refuses_what_the_constructor_refuses(options, at_owners, optimizer):
+    def forecast(**more):
+        params = [nn.Parameter(torch.ones(8, 4))]
+        return optimizer.Muon.memory_forecast(params, ranks=2, layout="ddp", **options, **more)
+
+    assert forecast().bytes_of("state") > 0
+    with pytest.raises(NotImplementedError, match="leave"):
+        forecast(**at_owners)
+
+
+def test_a_group_may_repeat_arguments_of_a_forecast(optimizer):
+    """As at construction: a key of a group that says what the argument says contradicts nothing."""
+    group = {"params": [nn.Parameter(torch.ones(8, 4))], "shard_state": True}
+    report = optimizer.Muon.memory_forecast([group], ranks=2, layout="ddp", shard_state=True)
+    assert report.bytes_of("state") == 4 * 8 * 4  # whole at its owner
+    dion = optimizer.DionMuon.memory_forecast([nn.Parameter(torch.ones(8, 4))], ranks=2, layout="ddp", mu=0.5)
+    assert dion.bytes_of("state") == 4 * 8 * 4

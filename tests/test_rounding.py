@@ -196,6 +196,25 @@ def train(opt, weight, generator, steps):
         opt.step()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [False, True])
+def test_graphs_have_the_bits_of_launches(capturable, optimizer, monkeypatch):
+    """The key of a step is uploaded before each replay."""
+    results = []
+    for graphs in ("off", "auto"):
+        monkeypatch.setenv("OPTIMIZER_GRAPHS", graphs)
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.randn(96, 64, generator=generator).cuda().to(BF16))
+        weight.grad = torch.empty_like(weight)
+        opt = optimizer.Muon([weight], lr=1e-4, rounding="stochastic", rounding_seed=7, capturable=capturable)
+        for _ in range(6):
+            weight.grad.copy_(torch.randn(96, 64, generator=generator))
+            opt.step()
+        assert opt.param_groups[0]["rounding_step"] == 6
+        results.append((weight.detach().clone(), opt.state[weight]["momentum_buffer"]))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("way", ["state_dict", "copy"])
 def test_bits_go_on_after_a_resume(optimizer, way):
     generator = torch.Generator().manual_seed(0)
@@ -278,6 +297,22 @@ def test_groups_choose_and_change(optimizer):
 def test_what_is_refused(optimizer, group, options, message):
     with pytest.raises(ValueError, match=message):
         optimizer.Muon([{"params": [nn.Parameter(torch.ones(4, 4, dtype=BF16))], **group}], **options)
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+@pytest.mark.parametrize("key, value", [("rounding_seed", "x"), ("rounding_step", -1), ("momentum_steps", 0.5)])
+def test_wrong_numbers_set_between_steps_are_refused_by_the_step(optimizer, key, value, groups):
+    """By name, as a wrong lr is, before anything changes; with many groups, too."""
+    params = [nn.Parameter(torch.ones(4, 4, dtype=BF16)) for _ in range(groups)]
+    opt = optimizer.Muon([{"params": [p]} for p in params], rounding="stochastic", momentum_form="bias_corrected")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    before = [p.detach().clone() for p in params]
+    opt.param_groups[-1][key] = value
+    with pytest.raises(ValueError, match=f"in group {groups - 1} .*{key}={value!r} is not allowed: it must be a whole"):
+        opt.step()
+    assert all(map(torch.equal, params, before))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

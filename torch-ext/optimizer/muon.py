@@ -27,11 +27,11 @@ from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
 from .memory_report import MemoryReport
 from .params import units, validation
-from .params.checks.group_values import check_seed, require
+from .params.checks.group_values import check_counts, check_rounding
 from .params.checks.memory import check_memory
-from .params.config import MuonConfig, with_parameters_of
+from .params.config import AssumedRanks, MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
-from .params.layout import AssumedRanks, this_rank
+from .params.layout import this_rank
 from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
 from .qk_clip.clip import QKClip
@@ -62,7 +62,6 @@ def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
     return world
 
 
-AT_OWNERS = ("shard_state", "grads_are_reduced")  # arguments that need a process group
 NEVER_BOUND = "before the first step, nor after release()"
 
 
@@ -96,7 +95,7 @@ class Muon(StateDictMethods):
     momentum_form ("ema"): "sum": M <- mu M + G, nesterov: orthogonalize G + mu M, kept as state
         `momentum_sum`, as in Dion and Motif. Equal to "ema" while momentum is constant.
         "bias_corrected": Nesterov's mix as in optax.contrib.muon, which gives G more weight in
-        early steps (docs/rules.md). The key `momentum_steps` of a group counts the steps.
+        early steps (docs/groups.md). The key `momentum_steps` of a group counts the steps.
     rounding ("nearest"), rounding_seed (0): of the bf16 weights of Muon's groups. "stochastic":
         up or down at random, so that many small updates move a weight as far as in fp32
         (docs/memory.md). Equal bits on all layouts; `state_dict` keeps seed and count of steps.
@@ -111,7 +110,9 @@ class Muon(StateDictMethods):
     grads_are_reduced (True): False: gradients of plain parameters are not averaged over
         process_group. The optimizer averages (matrices in fp32, after rounding to wire_dtype), and
         owners alone keep the state.
-    state_dtype (torch.float32): of momentum_buffer, exp_avg and exp_avg_sq; or bf16.
+    state_dtype (torch.float32): of momentum_buffer, exp_avg and exp_avg_sq; or bf16. torch.int8:
+        momentum in 8 bits, with an fp32 scale for each 64 columns as state `momentum_scale`;
+        groups with use_muon=False stay fp32.
     wire_dtype (torch.bfloat16): of updates in all-to-alls, and of rounding on every layout, hence
         equal bits on all layouts; or fp32.
     ns_dtype (None): of Newton-Schulz products: fp16, bf16 or fp32. None: fp16, on CPUs fp32.
@@ -170,9 +171,9 @@ class Muon(StateDictMethods):
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._rule, self._rule_options = rule, rule_options
-        is_known = isinstance(rounding, str) and rounding in ROUNDINGS
-        require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
-        check_seed("rounding_seed", rounding_seed)
+        of_rounding = {"rounding": rounding, "rounding_seed": rounding_seed}
+        check_rounding(of_rounding)
+        check_counts(of_rounding)
         self._rounding = rounding, rounding_seed
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
@@ -515,22 +516,28 @@ class Muon(StateDictMethods):
         """Bytes by kind, of this rank and of the rank with the most: weights, gradients, state,
         workspace, tables, memory of CUDA graphs. Print the report, or read its numbers.
 
-        Before the first step, and after release(), as a step with gradients of all parameters would
-        take them: state and workspace to the byte, tables about; graphs are not known. Else state,
-        workspace, tables and graphs of this rank are measured. The largest rank is always
-        predicted, and so are gradients and copies that AdamW makes during a step. Not counted: what
-        the model, NCCL, the driver and torch's allocator take besides. Not collective.
+        Before the first step, and after release(), the report predicts a step with gradients of all
+        parameters: state and workspace exactly, tables approximately, graphs not at all. Else
+        state, workspace, tables and graphs of this rank are measured. The largest rank is always
+        predicted, and so are gradients and the temporaries of groups with use_muon=False. Memory of
+        the model, NCCL, the driver and torch's allocator is not counted. Not collective.
         """
         itself = self._itself()
         bound, prepared = itself._bound, itself._preparation
-        seen = None
+        measured_bytes = None
         if bound.all_jobs:
             graphs = (prepared.graphs, prepared.adamw_graphs)
-            seen = memory_report.measured(bound, itself.param_groups, itself.state, graphs)
-        return itself._forecast(this_rank(), seen)
+            measured_bytes = memory_report.measured(
+                bound, itself.param_groups, itself.state, graphs
+            )
+        return itself._forecast(this_rank(), measured_bytes)
 
     def _forecast(
-        self, rank: int, seen: Mapping | None = None, row_shards: int | None = None, **gpu: object
+        self,
+        rank: int,
+        measured_bytes: Mapping | None = None,
+        row_shards: int | None = None,
+        **gpu: object,
     ) -> MemoryReport:
         """Plan without a step, and return the report of the plan. Arguments as in
         `memory_report.predicted` and `memory_report.ForecastPlanner`.
@@ -543,7 +550,7 @@ class Muon(StateDictMethods):
             return memory_report.ForecastPlanner(options, groups, row_shards, **gpu)
 
         plans = memory_report.plans_of(planner, self.param_groups, options, own)
-        return memory_report.predicted(plans, self.param_groups, options, rank, seen)
+        return memory_report.predicted(plans, self.param_groups, options, rank, measured_bytes)
 
     @classmethod
     def memory_forecast(
@@ -566,12 +573,16 @@ class Muon(StateDictMethods):
         values, and what the constructor raises.
         """
         memory_report.check_forecast(ranks, layout, gpu_bytes, params, arguments)
-        at_owners = {key: arguments.pop(key) for key in AT_OWNERS if key in arguments}
-        opt = cls(memory_report.copied_groups(params), **arguments)
         if layout == "ddp":
-            opt._options = replace(opt._options, process_group=AssumedRanks(ranks), **at_owners)
+            arguments.update(cls._ranks_as_argument(AssumedRanks(ranks)))
+        opt = cls(memory_report.copied_groups(params), **arguments)
         row_shards = ranks if layout == "fsdp" else None
         return opt._forecast(0, None, row_shards, gpu_bytes=gpu_bytes)
+
+    @classmethod
+    def _ranks_as_argument(cls, ranks: AssumedRanks) -> dict[str, object]:
+        """The constructor's argument for ranks with copies of plain parameters."""
+        return {"process_group": ranks}
 
     @waits_for_updates
     def release(self) -> None:

@@ -39,9 +39,9 @@ from ..rules.elementwise import elementwise_of
 from ..rules.muon import STEPS_KEY, comparable_scale, is_corrected, is_stochastic, is_sum
 from ..rules.rule import host_constants, rule_of, selection_of, sends_signs
 from ..state import create
-from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
 from .bucket_updates import BucketInputs
 from .cuda_graphs import Graphs, release_before_groups
+from .elementwise_updates import BUCKET_UPDATES, ElementwiseUpdate
 from .fingerprint import StepFingerprint, memory_key
 from .param_store import PlanInputViews, Store
 from .step_inputs import InputBuffers, StepInputs
@@ -239,7 +239,7 @@ def make_plans(
     planner.check_bucket_buffers()
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
     # remaining ranks wait in `check_plans`
-    create.check_state(plans, state)
+    create.check_state(plans, state, options.state_dtype)
     later = check_plans(plans, options, process_groups)
     create.prepare_state(plans, state, options)
     return plans, later
@@ -329,7 +329,7 @@ class Preparation:
         # In this order: parameters that the process steps alone must not affect shared plans
         for alone in (False, True):
             parts, key = select_params(groups, options, own, alone)
-            lost = create.is_state_missing(self._plans[alone], state)
+            lost = create.is_state_missing(self._plans[alone], state, options.state_dtype)
             if key != self._plan_keys[alone] or lost:
                 if hook is not None:
                     hook.before_state_moves(state)
@@ -514,7 +514,7 @@ class BoundStep:
         early = len(jobs) if jobs and options.overlap_backward else 0
         self.inputs = StepInputs(buffers, self.stores, self.missing, early)
         for job in jobs:
-            apart = options.capturable and isinstance(job[0], AdamWUpdate)
+            apart = options.capturable and isinstance(job[0], ElementwiseUpdate)
             (self.adamw_jobs if apart else self.jobs).append(job)
 
     @property
@@ -587,7 +587,7 @@ def _bind(
             own_graphs = adamw_graphs if options.capturable else None
             name = elementwise_of(plan.group).name.replace("adamw", "AdamW")
             label = f"{name} ({len(plan.params)} parameters, the first {store.names[0]})"
-            jobs.append((AdamWUpdate(store, label, written, own_graphs), plan.group))
+            jobs.append((ElementwiseUpdate(store, label, written, own_graphs), plan.group))
     # Labels count as `plan_report` does, where AdamW's updates come last with capturable
     skipped = len(jobs) if options.capturable else 0
     tasks = sorted_buckets(plans, stores, options)

@@ -22,6 +22,13 @@ Function = TypeVar("Function", bound=Callable)
 
 
 @dataclass(frozen=True)
+class AssumedRanks:
+    """Stands for the process group of ranks 0 to `count` - 1 in a forecast: there are no ranks."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class MuonConfig:
     """The keyword arguments of `Muon` that hold for all parameter groups.
 
@@ -33,7 +40,8 @@ class MuonConfig:
     process_group: object = None
     grads_are_reduced: bool = True  # False: the optimizer averages gradients over process_group
     shard_state: bool = False  # True: only the owner of a plain parameter keeps its state
-    state_dtype: torch.dtype = torch.float32  # momentum_buffer, exp_avg, exp_avg_sq
+    # momentum_buffer, exp_avg, exp_avg_sq; int8: of momentum only
+    state_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.bfloat16  # updates in all-to-all buffers
     ns_dtype: torch.dtype | None = None  # matrix products; None: fp16, on CPUs fp32
     workspace_bytes: int | None = None  # limit on one rank; None: see `workspace_limit_bytes`
@@ -74,7 +82,7 @@ class MuonConfig:
         """
         wide = (torch.float32, torch.bfloat16)
         for key, allowed in (
-            ("state_dtype", wide),
+            ("state_dtype", (*wide, torch.int8)),
             ("wire_dtype", wide),
             ("ns_dtype", (None, *wide, torch.float16)),
         ):
@@ -111,13 +119,16 @@ class MuonConfig:
                 "parameters: pass process_group, or leave shard_state out (the state of DTensors "
                 "is sharded like the parameters without it)"
             )
-        if self.process_group is not None and not dist.is_initialized():
+        is_real = self.process_group is not None and not isinstance(
+            self.process_group, AssumedRanks
+        )
+        if is_real and not dist.is_initialized():
             raise ValueError(
                 "process_group was given, but torch.distributed is not initialized: call "
                 "init_process_group first, or leave process_group out"
             )
         # dist.new_group returns an object of another type on ranks outside the group
-        if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
+        if is_real and not isinstance(self.process_group, dist.ProcessGroup):
             raise ValueError(
                 f"process_group={shortened(repr(self.process_group))} is no process group of which "
                 "this rank is a member: only its members may build the optimizer with it"
