@@ -393,9 +393,9 @@ def test_an_older_megatron_is_refused(registry):
     ({"muon_scale_mode": "spectrum"}, "muon_scale_mode: 'spectrum' is not allowed; did you mean 'spectral'"),
     ({"muon_coefficient_type": "custom"}, "muon_coefficient_type: 'custom' is not allowed; allowed: aol, cans"),
     ({"muon_fp32_matmul_prec": "low"}, "muon_fp32_matmul_prec: 'low'"),
-    ({"muon_num_ns_steps": 0}, "OptimizerConfig: .*muon_num_ns_steps"),
-    ({"muon_momentum": 1.5}, "OptimizerConfig: .*muon_momentum"),
-    ({"weight_decay": -1.0}, "OptimizerConfig: .*weight_decay"),
+    ({"muon_num_ns_steps": 0}, "OptimizerConfig: muon_num_ns_steps"),
+    ({"muon_momentum": 1.5}, "OptimizerConfig: muon_momentum"),
+    ({"weight_decay": -1.0}, "OptimizerConfig: weight_decay"),
 ])
 def test_values_that_are_refused_by_their_key_of_the_config(changed, message):
     with pytest.raises(ValueError, match=message):

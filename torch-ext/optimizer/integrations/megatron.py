@@ -107,8 +107,11 @@ def _registry() -> ModuleType:
 
 
 def _try(arguments: Mapping) -> None:
-    """Raise what `Muon` raises for arguments."""
-    Muon([nn.Parameter(torch.zeros(2, 2))], **arguments)
+    """Raise what `Muon` raises for arguments, without the number of a group."""
+    try:
+        Muon([nn.Parameter(torch.zeros(2, 2))], **arguments)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("in group 0 (#0): ")) from error
 
 
 def _init_state(optimizer: MegatronMuon, config: object = None) -> None:
