@@ -3,7 +3,8 @@
 Public names: the optimizers `Muon` and `NorMuon`, `get_default_muon_param_groups` for parameter
 groups, `convert_state_dict`, `export_state` and `import_state` for state in files, the function
 `orthogonalize`, `Rule` with `State` for rules of your own, and `QKClip` for attention logits. For
-training frameworks: `MuonFactory`, `DionMuon`, `DionNorMuon` and `torchtitan_muon`.
+training frameworks: `MuonFactory`, `DionMuon`, `DionNorMuon`, `torchtitan_muon` and
+`trainer_metrics`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from .integrations.dion import DionMuon, DionNorMuon
 from .integrations.factory import MuonFactory
 from .integrations.titan import torchtitan_muon
+from .integrations.trainer import trainer_metrics
 from .muon import Muon, NorMuon
 from .newton_schulz.custom_op import orthogonalize
 from .params.param_groups import get_default_muon_param_groups
@@ -34,4 +36,5 @@ __all__ = [
     "import_state",
     "orthogonalize",
     "torchtitan_muon",
+    "trainer_metrics",
 ]

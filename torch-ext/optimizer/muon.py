@@ -26,6 +26,7 @@ from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
 from .memory_report import MemoryReport
+from .metrics_methods import MetricsMethods
 from .params import units, validation
 from .params.checks.group_values import check_seed, require
 from .params.checks.memory import check_memory
@@ -51,7 +52,6 @@ from .rules.muon import (
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
-from .state_dict_methods import StateDictMethods
 
 
 def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
@@ -66,7 +66,7 @@ AT_OWNERS = ("shard_state", "grads_are_reduced")  # arguments that need a proces
 NEVER_BOUND = "before the first step, nor after release()"
 
 
-class Muon(StateDictMethods):
+class Muon(MetricsMethods):
     """Muon for hidden matrices and AdamW for all remaining parameters, on any sharding (Keller
     Jordan, 2024; arXiv 2502.16982).
 
@@ -221,6 +221,7 @@ class Muon(StateDictMethods):
         self._first_members = validation.Members()  # of the groups added by the constructor so far
         self._unscaling = Unscaling()
         self._timing = False
+        self._collects = False
         self._why_unbound = NEVER_BOUND  # why plan_report() finds no plan
         self._half_way = False  # a step has begun and not ended
         self._consolidated = None  # result of consolidate_state_dict, until the next step
@@ -493,6 +494,7 @@ class Muon(StateDictMethods):
         create.refuse_inconsistent(self._is_torn)
         self._read_groups()
         as_bound = self._preparation.is_as_bound(self.param_groups, self.state)
+        as_bound = as_bound and self._bound.collects == self._collects
         if ready := as_bound and not self.timing:
             self._preparation.process_groups.begin_step()
         return self._backward_overlap.allow_start(ready)
@@ -595,7 +597,7 @@ class Muon(StateDictMethods):
     def _prepare(self, scaled: bool) -> None:
         """Plan and bind if anything has changed. `scaled`: a GradScaler decides about the step."""
         self._find_world()
-        if self._preparation.is_current(self.param_groups, self.state, scaled):
+        if self._preparation.is_current(self.param_groups, self.state, scaled, self._collects):
             return
         before = self._preparation.bound
         with create.outside_inference_mode():
@@ -606,6 +608,7 @@ class Muon(StateDictMethods):
                 self._options_by_group(),
                 self._unscaling.resolve(self._options),
                 scaled,
+                self._collects,
                 self._forward_overlap if self._forward_overlap.on else None,
             )
         bound = self._preparation.bound

@@ -14,7 +14,7 @@ import torch
 
 from ..communication.all_to_all import Mean
 from ..kernels.elementwise.momentum import Copy, copy_torch
-from ..kernels.elementwise.multi_tensor import NUMBERS
+from ..kernels.elementwise.multi_tensor import NUMBERS, Squares, wide_copies
 from ..params.dtensor import gradient_dtype
 from ..pipeline import BucketUpdate, Running
 from ..planning.rank_plan import Piece
@@ -51,6 +51,9 @@ class AdamWUpdate(BucketUpdate):
         self.weights = store.locals()
         self.states = [store.locals(key) for key in elementwise.state_keys_of(store.groups[0])]
         self.flags = _flags(store, range(len(self.weights)))
+        self.squares, self.parts = None, [slice(None)]
+        if store.collector is not None:
+            self.squares, self.parts = store.collector.of_params()
 
     def run(self, group: dict) -> Running:
         """Step all parameters."""
@@ -68,9 +71,17 @@ class AdamWUpdate(BucketUpdate):
     def step(self, group: dict) -> None:
         """Launch AdamW's kernels; flagged parameters keep weight and state."""
         store = self.store
-        elementwise.step_skipping_flagged(
-            self.flags, self.weights, store.gradients, self.states, group, store.scalars
-        )
+        if self.squares is None:
+            return elementwise.step_skipping_flagged(
+                self.flags, self.weights, store.gradients, self.states, group, store.scalars
+            )
+        for some in self.parts:
+            W, G = self.weights[some], store.gradients[some]
+            states = [tensors[some] for tensors in self.states]
+            flags = None if self.flags is None else self.flags[some]
+            old = wide_copies(W)
+            elementwise.step_skipping_flagged(flags, W, G, states, group, store.scalars)
+            self.squares.write(old, W, states[0], some.start)
 
 
 class UnreducedAdamWUpdate(OwnerUpdate):
@@ -97,6 +108,8 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         copies = [*views_like(lists, self.memory["until_apply"])]
         copies += [[step.clone() for step in some] for some in steps]
         W, *states = copies
+        # (sums, weights, copies of weights, copies of the first average) of owned chunks
+        self.collected = self._bind_sums(owned, lists[0], W, states[0])
         # Weights, state and counts of the owner
         self.current = [*itertools.chain(*lists, *steps)]
         self.stepped = [*itertools.chain(*copies)]  # copies of `current`
@@ -114,6 +127,16 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         self.fill = Copy.of_gradients([self.to_owner.leave[p] for p in stored], sources, gradients)
         self.collect = Mean(self.to_owner, self.memory["mean"])
         return [self.collect.view(p) for p in owned]
+
+    def _bind_sums(self, owned: list[Piece], *lists: list[torch.Tensor]) -> tuple | None:
+        """Return (memory for the sums of `owned`, *lists); None if nothing is collected."""
+        collector = self.store.collector
+        if collector is None or not owned:
+            return None
+        sizes = [w.numel() for w in lists[0]]
+        squares: Squares = collector.of_pieces(owned, self.bucket.route, sizes)
+        squares.lay_out(None, len(owned), self.store.device)
+        return squares, *lists
 
     def _bind_groups(self, owned: list[Piece], lists: list[list[torch.Tensor]]) -> list[tuple]:
         """Return arguments of `step_skipping_flagged` for each parameter group with owned chunks:
@@ -184,6 +207,9 @@ class UnreducedAdamWUpdate(OwnerUpdate):
 
     def apply(self, constants: object) -> None:
         """Write weights, state and step counts."""
+        if self.collected is not None:
+            squares, W, stepped, M = self.collected
+            squares.write(wide_copies(W), stepped, M)
         copy_torch(self.current, self.stepped)
         elementwise.count_steps(*self.without_rows)
         copy_torch(*self.received)

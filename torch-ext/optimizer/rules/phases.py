@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..kernels.elementwise.momentum import Pack, copy_torch, gradients_or_momenta
-from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
+from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source, Squares, wide_copies
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
@@ -48,11 +48,11 @@ class Phases:
         self.has_after = overrides(rule, "after")
         self.has_update = overrides(rule, "update")
 
-    def pack(self, *arguments: Any) -> Pack | PackByRule:
+    def pack(self, *arguments: Any, squares: Squares | None = None) -> Pack | PackByRule:
         """Bind phase 1; arguments of `Pack`."""
         if not self.has_update:
-            return Pack(*arguments, signs=sends_signs(self.group))
-        return PackByRule(self._update, *arguments)
+            return Pack(*arguments, signs=sends_signs(self.group), squares=squares)
+        return PackByRule(self._update, *arguments, squares=squares)
 
     def weight_update(
         self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **forms: Any
@@ -74,7 +74,8 @@ class Phases:
             return WeightUpdate(*arguments, **forms, **factors)
         if not writes_weights(rule):
             return WeightUpdate(*arguments, **forms)
-        return WeightUpdateByRule(self._write, self._update, sent, *arguments)
+        squares = forms.get("squares")
+        return WeightUpdateByRule(self._write, self._update, sent, *arguments, squares=squares)
 
     def _update(
         self, G: torch.Tensor, M: torch.Tensor, group: int
@@ -186,6 +187,7 @@ class PackByRule:
         sums: bool = False,
         corrected: bool = False,
         feedback: bool = False,
+        squares: Squares | None = None,
     ) -> None:
         """Arguments of `Pack`, after `update`. `sums` and `corrected` are refused by validation,
         `feedback` is of rules without an `update`.
@@ -196,6 +198,9 @@ class PackByRule:
         self.sources = list(sources)
         self.skip = skip
         self.groups = list(groups or [0] * len(self.M))
+        self.squares = squares if self.M else None
+        if self.squares is not None:
+            squares.lay_out(None, len(self.M), self.M[0].device)
 
     def __call__(
         self,
@@ -208,8 +213,11 @@ class PackByRule:
         """Write U and, with `update_momentum`, M, as `Pack`. `addresses`, `weight` and `nesterov`
         are not read: `update` knows its numbers.
         """
-        if not in_dry_run():
-            write_updates(self, tensors, self.U, update_momentum)
+        if in_dry_run():
+            return
+        write_updates(self, tensors, self.U, update_momentum)
+        if self.squares is not None:
+            self.squares.write_momenta(self.M, update_momentum)
 
 
 def write_updates(
@@ -250,6 +258,7 @@ class WeightUpdateByRule:
         sources: Sequence[Source] = (),
         gradients: Sequence[torch.Tensor] = (),
         groups: Sequence[int] | None = None,
+        squares: Squares | None = None,
     ) -> None:
         """Arguments of `WeightUpdate`, after `write`, `update` and the numbers `sent` for each
         rectangle.
@@ -264,6 +273,9 @@ class WeightUpdateByRule:
         self.M = M
         self.sources = sources
         self.groups = list(groups or [0] * len(self.W))
+        self.squares = squares if self.W else None
+        if self.squares is not None:
+            squares.lay_out(None, len(self.W), self.W[0].device)
 
     def __call__(
         self,
@@ -278,12 +290,16 @@ class WeightUpdateByRule:
         """
         if in_dry_run():
             return
-        if self.M is not None and update_momentum:
+        writes_momenta = self.M is not None and update_momentum
+        if writes_momenta:
             write_updates(self, tensors, (), True)
+        old = [] if self.squares is None else wide_copies(self.W)
         for i, (w, o) in enumerate(zip(self.W, self.O)):
             wide = w.float()
             new = self.write(wide, o.float(), self.scales[i], self.sent[i], self.groups[i])
             w.copy_(new if self.skip is None else torch.where(self.skip.is_updated(i), new, wide))
+        if self.squares is not None:
+            self.squares.write(old, self.W, self.M if writes_momenta else None)
 
 
 class SelectedStack:

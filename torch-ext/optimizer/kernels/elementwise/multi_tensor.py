@@ -6,7 +6,7 @@ kernel over the table. Gradients are new tensors at every step: a record holds t
 to the gradient (`Source`), and a launch gets the gradients' addresses.
 
 Kernels call the jit functions at the end of the file: `locate`, `element_pointers`,
-`gradient_address`, `unskipped`, `group_offset`.
+`gradient_address`, `unskipped`, `group_offset`, `total_square`.
 
 Layout of a record (int64): rows, columns, then (address, stride of rows, stride of columns) for
 each list, then, for tables with gradients, the number of the gradient. Strides count elements. A
@@ -112,6 +112,80 @@ class Skip:
         """Return (flags, index of the flag of each record of `launch`, int64), on the device."""
         places = torch.tensor(self.places, dtype=torch.int64, device="cpu")[launch.origins.cpu()]
         return self.flags, places.to(self.flags.device)
+
+
+# Columns of `Squares`
+UPDATE, WEIGHT, MOMENTUM = 0, 1, 2
+
+
+class Squares:
+    """Sums of squares that launches make as they go: of the update of the weight, of the new weight
+    and of the new momentum, all as stored.
+
+    A kernel writes a row for each of its programs, and torch a row for each rectangle, in every
+    launch and always at the same place: nothing is zeroed, and nothing is added up in a step. The
+    sum of a momentum comes from the launch that writes it, and is 0 in all others.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[torch.Tensor] = []  # of each launch, (programs, 3) fp32 on the device
+        self.origins: list[torch.Tensor] = []  # rectangle of each row, int64 on the CPU
+
+    def lay_out(self, launches: Sequence[Launch] | None, count: int, device: torch.device) -> None:
+        """Take memory for the programs of `launches`; None: for `count` rectangles in torch."""
+        self.origins = [torch.arange(count, device="cpu")]
+        if launches is not None:
+            self.origins = [one.origins[one.blocks[:, 0].cpu()] for one in launches]
+        self.rows = [torch.zeros(len(of), 3, device=device) for of in self.origins]
+
+    def write(
+        self,
+        old: Sequence[torch.Tensor],
+        W: Sequence[torch.Tensor],
+        M: Sequence[torch.Tensor] | None,
+        first: int = 0,
+    ) -> None:
+        """Write the rows of rectangles from number `first` on, in torch. `old`: `wide_copies` of
+        the weights before the step, overwritten. `M`: None if the launch writes no momentum.
+        """
+        tensors = [*old, *W, *(M or ())]
+        if not tensors:
+            return
+        torch._foreach_sub_(list(old), list(W))
+        wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+        norms = torch._foreach_norm(tensors, 2, wide)
+        squares = torch.stack(norms).square_().view(-1, len(W)).T
+        rows = self.rows[0][first : first + len(W)]
+        rows[:, : squares.shape[1]].copy_(squares)
+        if M is None:
+            rows[:, MOMENTUM].zero_()
+
+    def write_momenta(self, M: Sequence[torch.Tensor], are_new: bool) -> None:
+        """Write the sums of momenta in torch; 0 unless the launch has written them."""
+        column = self.rows[0][:, MOMENTUM]
+        if not are_new or not M:
+            column.zero_()
+        else:
+            column.copy_(torch.stack(torch._foreach_norm(M, 2, torch.float32)).square_())
+
+    def totals(self, count: int) -> torch.Tensor:
+        """Return the sums of each of `count` rectangles, fp64 (count, 3) on the device."""
+        total = self.rows[0].new_zeros(count, 3, dtype=torch.float64) if self.rows else None
+        for rows, origins in zip(self.rows, self.origins):
+            total.index_add_(0, origins.to(rows.device), rows.double())
+        return total
+
+
+def rows_of(squares: Squares | None, launches: Sequence[Launch] | None) -> list[torch.Tensor]:
+    """Return the rows of sums that each launch writes; without sums placeholders, never written."""
+    return [launch.records for launch in launches or ()] if squares is None else squares.rows
+
+
+def wide_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies in fp32; of fp64 in fp64."""
+    return [
+        t.clone() if t.dtype == torch.float64 else t.to(torch.float32, copy=True) for t in tensors
+    ]
 
 
 def skips_of(skip: Skip | None, launches: Sequence[Launch] | None) -> list[tuple]:
@@ -360,6 +434,15 @@ def element_numbers(record, row, column, LIST: tl.constexpr, ACCESS: tl.constexp
     if ACCESS != 2:  # of several rows
         numbers += row * tl.load(field + 1)
     return numbers
+
+
+@jit
+def total_square(values, inside, ACCESS: tl.constexpr):
+    """Return the sum of the squares of `values`, fp32, where `inside`."""
+    squares = tl.where(inside, values * values, 0.0)
+    if ACCESS == 1:  # VECTORS: a tile of two dims
+        squares = tl.sum(squares, axis=1)
+    return tl.sum(squares, axis=0)
 
 
 @jit

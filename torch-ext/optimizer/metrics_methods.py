@@ -1,0 +1,48 @@
+"""Methods of the optimizers for metrics of steps."""
+
+from __future__ import annotations
+
+from .execution.overlap.forward import waits_for_updates
+from .metrics.reading import read_metrics
+from .metrics.values import Metrics
+from .params.checks.group_values import require
+from .state_dict_methods import StateDictMethods
+
+
+class MetricsMethods(StateDictMethods):
+    """Base class: public methods for metrics. Subclasses set `_collects`, `_bound`, `_preparation`
+    and `qk_clip`.
+    """
+
+    @property
+    def collect_metrics(self) -> bool:
+        """Whether steps collect sums for `metrics`. Read when a step begins, or its
+        `last_backward`. A change binds the next step anew, on this rank alone, and drops CUDA
+        graphs: leave it on, and call `metrics` when you log.
+        """
+        return self._itself()._collects
+
+    @collect_metrics.setter
+    def collect_metrics(self, on: bool) -> None:
+        require(isinstance(on, bool), "collect_metrics", on, "True or False")
+        self._itself()._collects = on
+
+    @waits_for_updates
+    def metrics(self, *, per_parameter: bool = False, local: bool = False) -> Metrics:
+        """Values of the last step for logs, by parameter group and with `per_parameter` also by
+        parameter: docs/metrics.md. Set `collect_metrics` to True before the step. Waits for the
+        device.
+
+        Collective over the ranks that hold parts or copies of common parameters: all of them call
+        it. With `local` it sends nothing, and values are those of the elements that this rank
+        counts: of several copies, one rank counts. Raises RuntimeError if the last step has
+        collected nothing.
+        """
+        bound = self._bound
+        if not bound.collects:
+            raise RuntimeError(
+                "the last step collected nothing, or was released: set collect_metrics=True on the "
+                "optimizer before step(), then call metrics()"
+            )
+        process_groups = None if local else self._preparation.process_groups
+        return read_metrics(bound, self.param_groups, self.qk_clip, process_groups, per_parameter)
