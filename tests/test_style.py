@@ -253,6 +253,7 @@ FOREIGN = {
     "communication.process_groups": {"template", "bound_device_id", "_hash_ranks_to_str"},
     "execution.cuda_graphs": {"destroy_process_group", "shutdown"},
     "execution.overlap.module_hooks": {"unshard"},
+    "integrations.trainer": {"collect_metrics"},  # the switch that users set, too
     "params.config": {"__signature__"},
     "params.errors": {"args"},
 }

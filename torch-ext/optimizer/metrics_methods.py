@@ -5,27 +5,11 @@ from __future__ import annotations
 from .execution.overlap.forward import waits_for_updates
 from .metrics.reading import read_metrics
 from .metrics.values import Metrics
-from .params.checks.group_values import require
 from .state_dict_methods import StateDictMethods
 
 
 class MetricsMethods(StateDictMethods):
-    """Base class: public methods for metrics. Subclasses set `_collects`, `_bound`, `_preparation`
-    and `qk_clip`.
-    """
-
-    @property
-    def collect_metrics(self) -> bool:
-        """Whether steps collect sums for `metrics`. Read when a step begins, or its
-        `last_backward`. A change binds the next step anew, on this rank alone, and drops CUDA
-        graphs: leave it on, and call `metrics` when you log.
-        """
-        return self._itself()._collects
-
-    @collect_metrics.setter
-    def collect_metrics(self, on: bool) -> None:
-        require(isinstance(on, bool), "collect_metrics", on, "True or False")
-        self._itself()._collects = on
+    """Base class: the method `metrics`. Subclasses set `_bound`, `_preparation` and `qk_clip`."""
 
     @waits_for_updates
     def metrics(self, *, per_parameter: bool = False, local: bool = False) -> Metrics:

@@ -257,6 +257,19 @@ class Muon(MetricsMethods):
     def timing(self, on: bool) -> None:
         self._itself()._timing = on
 
+    @property
+    def collect_metrics(self) -> bool:
+        """Whether steps collect sums for `metrics`. Read when a step begins, or its
+        `last_backward`. A change binds the next step anew, on this rank alone, and drops CUDA
+        graphs: leave it on, and call `metrics` when you log.
+        """
+        return self._itself()._collects
+
+    @collect_metrics.setter
+    def collect_metrics(self, on: bool) -> None:
+        require(isinstance(on, bool), "collect_metrics", on, "True or False")
+        self._itself()._collects = on
+
     @waits_for_updates
     def add_param_group(self, param_group: dict) -> None:
         """Add a group with the keys of the class docstring; drops the plan. Raises as the

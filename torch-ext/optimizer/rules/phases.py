@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..kernels.elementwise.momentum import Pack, copy_torch, gradients_or_momenta
-from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source, Squares, wide_copies
+from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source, Squares, rows_of, wide_copies
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
@@ -198,9 +198,8 @@ class PackByRule:
         self.sources = list(sources)
         self.skip = skip
         self.groups = list(groups or [0] * len(self.M))
-        self.squares = squares if self.M else None
-        if self.squares is not None:
-            squares.lay_out(None, len(self.M), self.M[0].device)
+        self.squares = squares
+        rows_of(squares, None, self.M)
 
     def __call__(
         self,
@@ -273,9 +272,8 @@ class WeightUpdateByRule:
         self.M = M
         self.sources = sources
         self.groups = list(groups or [0] * len(self.W))
-        self.squares = squares if self.W else None
-        if self.squares is not None:
-            squares.lay_out(None, len(self.W), self.W[0].device)
+        self.squares = squares
+        rows_of(squares, None, self.W)
 
     def __call__(
         self,

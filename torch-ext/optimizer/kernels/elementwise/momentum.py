@@ -81,9 +81,7 @@ class Pack:
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
         self.groups = groups_of(groups, self.launches)
         self.squares = None if feedback else squares
-        if self.squares is not None and M:
-            squares.lay_out(self.launches, len(M), M[0].device)
-        self.rows = rows_of(self.squares, self.launches)
+        self.rows = rows_of(self.squares, self.launches, self.M)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
 

@@ -162,8 +162,10 @@ class Squares:
 
     def write_momenta(self, M: Sequence[torch.Tensor], are_new: bool) -> None:
         """Write the sums of momenta in torch; 0 unless the launch has written them."""
+        if not M:
+            return
         column = self.rows[0][:, MOMENTUM]
-        if not are_new or not M:
+        if not are_new:
             column.zero_()
         else:
             column.copy_(torch.stack(torch._foreach_norm(M, 2, torch.float32)).square_())
@@ -176,9 +178,17 @@ class Squares:
         return total
 
 
-def rows_of(squares: Squares | None, launches: Sequence[Launch] | None) -> list[torch.Tensor]:
-    """Return the rows of sums that each launch writes; without sums placeholders, never written."""
-    return [launch.records for launch in launches or ()] if squares is None else squares.rows
+def rows_of(
+    squares: Squares | None, launches: Sequence[Launch] | None, tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Lay out `squares` for launches over rectangles `tensors`; return the rows that each launch
+    writes. Without sums the rows are placeholders, never written by the kernel.
+    """
+    if squares is None:
+        return [launch.records for launch in launches or ()]
+    if tensors:
+        squares.lay_out(launches, len(tensors), tensors[0].device)
+    return squares.rows
 
 
 def wide_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -125,9 +125,7 @@ class WeightUpdate:
             places = () if M is None else (sources, gradients)
             self.launches = bind(lists, *places, keep_rows=keep_rows)
         self.squares = squares
-        if squares is not None and W:
-            squares.lay_out(self.launches, len(W), W[0].device)
-        self.rows = rows_of(squares, self.launches)
+        self.rows = rows_of(squares, self.launches, self.W)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.W)]
