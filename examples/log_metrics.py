@@ -1,4 +1,4 @@
-"""Train the demo's GPT with Muon and log `optimizer.metrics()` to TensorBoard, to an object like wandb's run, or to CSV.
+"""Train the demo's GPT with Muon and log `optimizer.metrics()` to TensorBoard, to objects like wandb's run, or to CSV.
 
     python examples/log_metrics.py --tensorboard runs         with `pip install tensorboard`
     python examples/log_metrics.py --wandb my-project         with `pip install wandb`
@@ -113,7 +113,8 @@ def main() -> None:
         sinks.append(to_csv(given.csv))
     for record in train(options, device, logging(sinks, given.every)):
         if chief and record.heldout_loss is not None:
-            print(f"step {record.step:5d}  loss {record.train_loss:.3f}  held-out {record.heldout_loss:.3f}", flush=True)
+            losses = f"loss {record.train_loss:.3f}  held-out {record.heldout_loss:.3f}"
+            print(f"step {record.step:5d}  {losses}", flush=True)
     if chief and given.figure:
         draw(given.csv, given.figure)
     if dist.is_initialized():
