@@ -89,8 +89,9 @@ def assert_close(found, expected, rtol=1e-5):
 # Values --------------------------------------------------------------------------------------------------------------
 
 LAYOUTS = ["fsdp rows", "ep", "fsdp columns", "hsdp", "tp x fsdp", "replicated", "ddp", "shard_state", "unreduced",
-           "fsdp rows, overlap"]
-OPTIONS = {"ddp": {}, "shard_state": {"shard_state": True}, "unreduced": {"grads_are_reduced": False}}
+           "fsdp rows, overlap", "unreduced, overlap"]
+OPTIONS = {"ddp": {}, "shard_state": {"shard_state": True}, "unreduced": {"grads_are_reduced": False},
+           "unreduced, overlap": {"grads_are_reduced": False}}
 
 
 def sharded(rank, world, layout):
@@ -114,7 +115,15 @@ def sharded(rank, world, layout):
     params = [[nn.Parameter(place(t)) for t in some] for some in whole(0)]
     options = dict(OPTIONS[layout], process_group=dist.group.WORLD) if mesh is None else {}
     opt = build(params, **options, **EXACT, overlap_backward="overlap" in layout)
-    take_steps(opt, params, place)
+    backward = layout == "unreduced, overlap"
+    take_steps(opt, params, place, [1] if backward else [1, 2])
+    if backward:  # buckets start in it
+        opt.zero_grad()
+        with opt.last_backward():
+            sum((p * g).sum() for p, g in zip(flat(params), flat(whole(2)))).backward()
+        with pytest.raises(RuntimeError, match="metrics is not possible now"):
+            opt.metrics()
+        opt.step()
     found = opt.metrics(per_parameter=True).as_dict(), opt.metrics(local=True).as_dict()
     plain = [[nn.Parameter(place(t)) for t in some] for some in whole(0)]
     other = build(plain, **options, **EXACT)
@@ -149,15 +158,17 @@ def test_every_layout_has_the_values_of_one_process(layout, one_process):
 
 
 @pytest.mark.parametrize("more", [{}, {"name": "NorMuon"}, {"rule": "dion2"}, {"rule": "muon_plus"},
-                                  {"decay": "cautious"}, {"momentum_form": "sum"}], ids=str)
+                                  {"decay": "cautious"}, {"momentum_form": "sum"},
+                                  {"state_dtype": torch.bfloat16}, {"weights": torch.bfloat16}], ids=str)
 def test_rules_and_forms(more, optimizer):
     """Bits are those of steps that collect nothing, and the values those of the weights."""
-    results = []
+    results, more = [], dict(more)
+    dtype = more.pop("weights", torch.float32)
     for collects in (True, False):
-        params = [[nn.Parameter(t) for t in some] for some in whole(0)]
+        params = [[nn.Parameter(t.to(dtype)) for t in some] for some in whole(0)]
         opt = build(params, **more)
         opt.collect_metrics = collects
-        before = take_steps(opt, params, torch.clone)
+        before = take_steps(opt, params, lambda t: t.to(dtype, copy=True))
         results.append([*flat(params), *(t for p in flat(params) for t in opt.state[p].values())])
         if collects:
             keys = [opt.state[some[0]] for some in params]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from .execution.overlap.forward import waits_for_updates
 from .metrics.reading import read_metrics
 from .metrics.values import Metrics
+from .state import create
 from .state_dict_methods import StateDictMethods
 
 
 class MetricsMethods(StateDictMethods):
-    """Base class: the method `metrics`. Subclasses set `_bound`, `_preparation` and `qk_clip`."""
+    """Base class: the method `metrics`. Subclasses set `_bound`, `_preparation`, `_backward_overlap`
+    and `qk_clip`.
+    """
 
     @waits_for_updates
     def metrics(self, *, per_parameter: bool = False, local: bool = False) -> Metrics:
@@ -20,8 +23,10 @@ class MetricsMethods(StateDictMethods):
         Collective over the ranks that hold parts or copies of common parameters: all of them call
         it. With `local` it sends nothing, and values are those of the elements that this rank
         counts: of several copies, one rank counts. Raises RuntimeError if the last step has
-        collected nothing.
+        collected nothing or failed half-way, or if buckets have started during backward.
         """
+        self._backward_overlap.raise_if_started("metrics")
+        create.refuse_inconsistent(self._is_torn)
         bound = self._bound
         if not bound.collects:
             raise RuntimeError(
