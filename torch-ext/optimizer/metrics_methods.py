@@ -10,8 +10,8 @@ from .state_dict_methods import StateDictMethods
 
 
 class MetricsMethods(StateDictMethods):
-    """Base class: the method `metrics`. Subclasses set `_bound`, `_preparation`, `_backward_overlap`
-    and `qk_clip`.
+    """Base class: the method `metrics`. Subclasses set `_bound`, `_preparation`,
+    `_backward_overlap` and `qk_clip`.
     """
 
     @waits_for_updates

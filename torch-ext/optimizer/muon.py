@@ -28,11 +28,11 @@ from .execution.prepare import BoundStep, Preparation
 from .memory_report import MemoryReport
 from .metrics_methods import MetricsMethods
 from .params import units, validation
-from .params.checks.group_values import check_seed, require
+from .params.checks.group_values import check_counts, check_rounding, require
 from .params.checks.memory import check_memory
-from .params.config import MuonConfig, with_parameters_of
+from .params.config import AssumedRanks, MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
-from .params.layout import AssumedRanks, this_rank
+from .params.layout import this_rank
 from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
 from .qk_clip.clip import QKClip
@@ -62,7 +62,6 @@ def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
     return world
 
 
-AT_OWNERS = ("shard_state", "grads_are_reduced")  # arguments that need a process group
 NEVER_BOUND = "before the first step, nor after release()"
 
 
@@ -96,7 +95,7 @@ class Muon(MetricsMethods):
     momentum_form ("ema"): "sum": M <- mu M + G, nesterov: orthogonalize G + mu M, kept as state
         `momentum_sum`, as in Dion and Motif. Equal to "ema" while momentum is constant.
         "bias_corrected": Nesterov's mix as in optax.contrib.muon, which gives G more weight in
-        early steps (docs/rules.md). The key `momentum_steps` of a group counts the steps.
+        early steps (docs/groups.md). The key `momentum_steps` of a group counts the steps.
     rounding ("nearest"), rounding_seed (0): of the bf16 weights of Muon's groups. "stochastic":
         up or down at random, so that many small updates move a weight as far as in fp32
         (docs/memory.md). Equal bits on all layouts; `state_dict` keeps seed and count of steps.
@@ -170,9 +169,9 @@ class Muon(MetricsMethods):
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._rule, self._rule_options = rule, rule_options
-        is_known = isinstance(rounding, str) and rounding in ROUNDINGS
-        require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
-        check_seed("rounding_seed", rounding_seed)
+        of_rounding = {"rounding": rounding, "rounding_seed": rounding_seed}
+        check_rounding(of_rounding)
+        check_counts(of_rounding)
         self._rounding = rounding, rounding_seed
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
@@ -581,12 +580,16 @@ class Muon(MetricsMethods):
         values, and what the constructor raises.
         """
         memory_report.check_forecast(ranks, layout, gpu_bytes, params, arguments)
-        at_owners = {key: arguments.pop(key) for key in AT_OWNERS if key in arguments}
-        opt = cls(memory_report.copied_groups(params), **arguments)
         if layout == "ddp":
-            opt._options = replace(opt._options, process_group=AssumedRanks(ranks), **at_owners)
+            arguments.update(cls._ranks_as_argument(AssumedRanks(ranks)))
+        opt = cls(memory_report.copied_groups(params), **arguments)
         row_shards = ranks if layout == "fsdp" else None
         return opt._forecast(0, None, row_shards, gpu_bytes=gpu_bytes)
+
+    @classmethod
+    def _ranks_as_argument(cls, ranks: AssumedRanks) -> dict[str, object]:
+        """The constructor's argument for ranks with copies of plain parameters."""
+        return {"process_group": ranks}
 
     @waits_for_updates
     def release(self) -> None:

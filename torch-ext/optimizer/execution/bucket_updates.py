@@ -2,7 +2,7 @@
 
 Start reading at `OwnerUpdate.run`, the order of all phases, and at `ShardedUpdate`, the phases of
 FSDP2 and most layouts. `LocalUpdate` has no collectives. `UnreducedUpdate` averages gradients
-itself. AdamW's parameters are stepped by the classes of adamw_updates.py.
+itself. Groups with use_muon=False are stepped by the classes of elementwise_updates.py.
 
 A piece is the box of a matrix stored by a rank; under FSDP2, a few whole rows. The owner of a
 matrix is the rank chosen to orthogonalize the whole matrix. A constructor binds all tensors, views
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
-from ..kernels.elementwise.momentum import Copy, Pack
+from ..kernels.elementwise.momentum import Copy, MomentumForm, Pack
 from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..kernels.elementwise.row_scattered import ScatteredMatrices, stays
 from ..kernels.elementwise.weight_update import TO_INITIAL, StochasticRounding, WeightUpdate
@@ -42,7 +42,7 @@ from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan, sent_piece
 from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
-from ..rules.muon import is_corrected, is_stochastic, is_sum
+from ..rules.muon import is_stochastic
 from ..rules.phases import (
     AnyPack,
     AnyWeightUpdate,
@@ -186,7 +186,7 @@ class BoundUpdate(BucketUpdate):
         M, *sources = self._momentum_args(pieces)
         selected, members = self.selected_pieces.bind(pieces)
         U = whole_or(pieces, to, selected, members)
-        form = self.store.skip(pieces), self._groups(pieces), *self._momentum_form
+        form = self.store.skip(pieces), self._groups(pieces), self._momentum_form
         squares = self.store.sums(pieces, self.bucket.route)
         pack = self.phases.pack(M, U, *sources, *form, squares=squares)
         if not selected:
@@ -196,9 +196,11 @@ class BoundUpdate(BucketUpdate):
         return PackSelected(pack, selected, sent, [self._state_of(some, to) for some in members])
 
     @property
-    def _momentum_form(self) -> tuple[bool, bool, bool]:
-        """Arguments `sums`, `corrected` and `feedback` of `Pack`."""
-        return is_sum(self.group), is_corrected(self.group), self.selection is not None
+    def _momentum_form(self) -> MomentumForm:
+        """The form of M and U in `Pack` and `WeightUpdate`."""
+        if self.selection is not None:
+            return "feedback"
+        return self.group.get("momentum_form", muon.MOMENTUM_FORMS[0])
 
     def _state_of(self, pieces: Sequence[Piece], to: Views) -> list[tuple]:
         """(stored state of `pieces`, views in `to` of its selected rows) for each state."""
@@ -244,8 +246,7 @@ class BoundUpdate(BucketUpdate):
         """
         form = form_of(self.group)
         initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
-        sums, _, feedback = self._momentum_form
-        found = {"decay": form, "initial": initial, "sums": sums, "feedback": feedback}
+        found = {"decay": form, "initial": initial, "momentum_form": self._momentum_form}
         found["squares"] = self.store.sums(pieces, self.bucket.route, writes_weights=True)
         if is_stochastic(self.group):
             positions = self.store.positions(pieces)
@@ -655,7 +656,7 @@ class UnreducedUpdate(OwnerUpdate):
         groups = self._groups(owned)
         U = [whole[p] for p in owned]
         squares = store.sums(owned, self.bucket.route)
-        form = skip, groups, *self._momentum_form
+        form = skip, groups, self._momentum_form
         self.pack_owned = self.phases.pack(M, U, *means, *form, squares=squares)
         self.load = self._bind_loads(state, whole)
         self.save = self._bind_saves(state, whole)
