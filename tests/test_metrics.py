@@ -66,6 +66,13 @@ def exact(before, after, momenta):
     return [*rms, rms[0] / rms[1], M.norm().item()], update
 
 
+def momentum_of(state, key):
+    """In fp32, if it is kept in 8 bits."""
+    if state[key].dtype == torch.int8:
+        return part("kernels.quantized.blocks").dequantize(state[key], state["momentum_scale"])
+    return state[key]
+
+
 def expected_of(opt, params, before):
     """What `as_dict` has to give, from whole tensors; without errors of orthogonality and counts."""
     old, found, squares = iter(before), {}, {}
@@ -159,7 +166,8 @@ def test_every_layout_has_the_values_of_one_process(layout, one_process):
 
 @pytest.mark.parametrize("more", [{}, {"name": "NorMuon"}, {"rule": "dion2"}, {"rule": "muon_plus"},
                                   {"decay": "cautious"}, {"momentum_form": "sum"},
-                                  {"state_dtype": torch.bfloat16}, {"weights": torch.bfloat16}], ids=str)
+                                  {"state_dtype": torch.bfloat16}, {"weights": torch.bfloat16},
+                                  {"state_dtype": torch.int8}], ids=str)
 def test_rules_and_forms(more, optimizer):
     """Bits are those of steps that collect nothing, and the values those of the weights."""
     results, more = [], dict(more)
@@ -176,7 +184,7 @@ def test_rules_and_forms(more, optimizer):
             found = opt.metrics(per_parameter=True).as_dict()
             old = iter(before)
             for i, (some, key) in enumerate(zip(params, momenta)):
-                values, _ = exact([next(old) for _ in some], some, [opt.state[p][key] for p in some])
+                values, _ = exact([next(old) for _ in some], some, [momentum_of(opt.state[p], key) for p in some])
                 assert_close(found, {f"muon/group{i}/{k}": v for k, v in zip(PER, values)})
     assert same(*results)
 
@@ -386,6 +394,33 @@ def test_sums_of_the_kernels(early, skips, device, monkeypatch):
                 torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-5, atol=1e-9)
                 assert (written if early else packed)[i, 2] == 0.0
         assert same(*results)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("skips", [False, True])
+def test_sums_of_momenta_in_8_bits(skips, device, monkeypatch):
+    """As stored, from the launch that writes them."""
+    table, blocks = part("kernels.elementwise.multi_tensor"), part("kernels.quantized.blocks")
+    inside = part("kernels.quantized.momentum")
+    torch.manual_seed(0)
+    G = [torch.randn(s, device=device) for s in ((5, 70), (64, 128), (1, 9))]
+    flags, weight = torch.tensor([0.0, 1.0, 0.0], device=device), torch.tensor([0.05, 0.95], device=device)
+    for path in ("torch", "triton"):
+        take(path, monkeypatch)
+        M = [inside.QuantizedView(*blocks.quantize(torch.randn_like(g))) for g in G]
+        U, squares = [torch.empty_like(g) for g in G], table.Squares()
+        sources = [table.Source(i, 0, tuple(g.stride())) for i, g in enumerate(G)]
+        skip = table.Skip(flags, (0, 1, 2)) if skips else None
+        addresses = None if path == "torch" else torch.tensor([g.data_ptr() for g in G], device=device)
+        pack = inside.QuantizedMomentum(M, U, sources, G, skip, squares=squares)
+        write = inside.QuantizedMomentum(M, None, sources, G, skip, squares=squares)
+        update = inside.UpdateWithMomentum(lambda numbers: None, write)
+        for early in (False, True, False):
+            pack(G, addresses, weight, True, early)
+            update(None, G, addresses, weight, not early)
+            for m, found in zip(M, squares.totals(3)[:, 2]):
+                stored = blocks.dequantize(m.values, m.scales).double()
+                torch.testing.assert_close(found, stored.square().sum(), rtol=1e-5, atol=0.0)
 
 
 def test_sums_are_of_weights_as_stored(device, monkeypatch):

@@ -96,8 +96,8 @@ class Collector:
             return None
         return self._add(rows)
 
-    def of_params(self) -> tuple[Squares, list[slice]]:
-        """Return memory for the sums of parameters that are stepped where stored, and parts of the
+    def of_params(self) -> tuple[torch.Tensor, list[slice]]:
+        """Return rows for the sums of parameters that are stepped where stored, and parts of the
         parameters that are stepped at a time: copies of old weights are bounded by
         COPIED_ELEMENTS, or by the largest parameter.
         """
@@ -113,9 +113,10 @@ class Collector:
                 size = 0
             size += numel
             parts[-1] = slice(parts[-1].start, number + 1)
-        squares = self._add(rows)
-        squares.lay_out(None, count, local_of(self.plan.params[0]).device)
-        return squares, parts
+        (rows_of_params,) = self._add(rows).lay_out(
+            None, count, local_of(self.plan.params[0]).device
+        )
+        return rows_of_params, parts
 
     def _add(self, rows: list[int]) -> Squares:
         """Return new memory for the sums of rectangles."""

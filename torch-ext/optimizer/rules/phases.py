@@ -18,10 +18,20 @@ from typing import Any
 import torch
 
 from ..kernels.elementwise.momentum import MomentumForm, Pack, copy_torch, gradients_or_momenta
-from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source, Squares, rows_of, wide_copies
+from ..kernels.elementwise.multi_tensor import (
+    NUMBERS,
+    Skip,
+    Source,
+    Squares,
+    rows_of,
+    wide_copies,
+    write_momentum_squares,
+    write_squares,
+)
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
+from ..kernels.quantized.momentum import QuantizedMomentum, UpdateWithMomentum
 from ..newton_schulz.selection import Block, Selection, choose, gather, scatter, starts_of
 from .rule import Numbers, Rule, Units, overrides, rule_name, sends_signs, writes_weights
 
@@ -35,11 +45,18 @@ Write = Callable[[torch.Tensor, torch.Tensor, float, Mapping[str, torch.Tensor],
 class Phases:
     """A rule, with the numbers of the live groups that are stepped together."""
 
-    def __init__(self, rule: Rule, groups: Sequence[Mapping[str, Any]], scalars: torch.Tensor):
+    def __init__(
+        self,
+        rule: Rule,
+        groups: Sequence[Mapping[str, Any]],
+        scalars: torch.Tensor,
+        is_8bit: bool = False,
+    ) -> None:
         """`groups`: live groups, of equal options. `scalars`: `device_scalars` of all groups, fp32
-        on the device, NUMBERS elements each.
+        on the device, NUMBERS elements each. `is_8bit`: momenta are `QuantizedView`s.
         """
         self.rule = rule
+        self.is_8bit = is_8bit
         self.group = groups[0]
         self.scalars = scalars
         # By index of the group; views of `scalars`
@@ -48,8 +65,13 @@ class Phases:
         self.has_after = overrides(rule, "after")
         self.has_update = overrides(rule, "update")
 
-    def pack(self, *arguments: Any, squares: Squares | None = None) -> Pack | PackByRule:
+    def pack(
+        self, *arguments: Any, squares: Squares | None = None
+    ) -> Pack | PackByRule | QuantizedMomentum:
         """Bind phase 1; arguments of `Pack`."""
+        if self.is_8bit:
+            signs = sends_signs(self.group)
+            return QuantizedMomentum(*arguments, signs=signs, squares=squares)
         if not self.has_update:
             return Pack(*arguments, signs=sends_signs(self.group), squares=squares)
         return PackByRule(self._update, *arguments, squares=squares)
@@ -61,6 +83,27 @@ class Phases:
         `forms`: further arguments of `WeightUpdate`, the forms of decay, momentum and rounding;
         rules that write weights have one form.
         """
+        W, O, scales, skip, M, sources, gradients, groups = arguments
+        if not self.is_8bit or M is None:
+            return self._weight_update(sent, *arguments, **forms)
+        # Refuses "feedback", with which M depends on O
+        momentum = QuantizedMomentum(
+            M,
+            None,
+            sources,
+            gradients,
+            skip,
+            groups,
+            forms["momentum_form"],
+            squares=forms.get("squares"),
+        )
+        update = self._weight_update(sent, W, O, scales, skip, None, (), (), groups, **forms)
+        return UpdateWithMomentum(update, momentum)
+
+    def _weight_update(
+        self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **forms: Any
+    ) -> WeightUpdate | WeightUpdateByRule:
+        """Bind phase 3 without 8-bit momenta; arguments of `weight_update`."""
         rule = self.rule
         # Validation has refused these forms, but a group may have changed in between
         has_form = forms.get("momentum_form") == "sum" or forms.get("decay", ALL) != ALL
@@ -198,7 +241,7 @@ class PackByRule:
         self.skip = skip
         self.groups = list(groups or [0] * len(self.M))
         self.squares = squares
-        rows_of(squares, None, self.M)
+        self.rows = rows_of(squares, None, len(self.M), self.M[0].device if self.M else None)
 
     def __call__(
         self,
@@ -215,7 +258,7 @@ class PackByRule:
             return
         write_updates(self, tensors, self.U, update_momentum)
         if self.squares is not None:
-            self.squares.write_momenta(self.M, update_momentum)
+            write_momentum_squares(*self.rows, self.M, update_momentum)
 
 
 def write_updates(
@@ -272,7 +315,7 @@ class WeightUpdateByRule:
         self.sources = sources
         self.groups = list(groups or [0] * len(self.W))
         self.squares = squares
-        rows_of(squares, None, self.W)
+        self.rows = rows_of(squares, None, len(self.W), self.W[0].device if self.W else None)
 
     def __call__(
         self,
@@ -296,7 +339,7 @@ class WeightUpdateByRule:
             new = self.write(wide, o.float(), self.scales[i], self.sent[i], self.groups[i])
             w.copy_(new if self.skip is None else torch.where(self.skip.is_updated(i), new, wide))
         if self.squares is not None:
-            self.squares.write(old, self.W, self.M if writes_momenta else None)
+            write_squares(*self.rows, old, self.W, self.M if writes_momenta else None)
 
 
 class SelectedStack:
@@ -473,5 +516,5 @@ class SaveSelected:
         copy_torch(self.stored, new, self.skip)
 
 
-AnyPack = Pack | PackByRule | PackSelected
-AnyWeightUpdate = WeightUpdate | WeightUpdateByRule | WeightUpdateSelected
+AnyPack = Pack | PackByRule | QuantizedMomentum | PackSelected
+AnyWeightUpdate = WeightUpdate | WeightUpdateByRule | UpdateWithMomentum | WeightUpdateSelected

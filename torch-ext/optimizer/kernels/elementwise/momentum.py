@@ -28,6 +28,7 @@ from .multi_tensor import (
     skips_of,
     total_square,
     unskipped,
+    write_momentum_squares,
 )
 
 tl = None  # Triton's language, put here by jit
@@ -81,7 +82,8 @@ class Pack:
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
         self.groups = groups_of(groups, self.launches)
         self.squares = None if form == "feedback" else squares
-        self.rows = rows_of(self.squares, self.launches, self.M)
+        device = M[0].device if M else None
+        self.rows = rows_of(self.squares, self.launches, len(M), device)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
 
@@ -118,8 +120,8 @@ class Pack:
                 pack_torch(self.M, self.U, gradients, weights, nesterov, update_momentum, mixes)
             for u in self.U if self.signs else ():
                 u.copy_(torch.where(u > 0, 1.0, torch.where(u < 0, -1.0, u)))
-            if self.squares is not None and self.M:
-                self.squares.write_momenta(self.M, update_momentum)
+            if self.squares is not None:
+                write_momentum_squares(*self.rows, self.M, update_momentum)
             return
         for launch, (flags, places, skips), (groups, grouped), rows in zip(
             self.launches, self.skips, self.groups, self.rows

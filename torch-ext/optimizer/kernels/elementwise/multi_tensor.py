@@ -119,8 +119,8 @@ UPDATE, WEIGHT, MOMENTUM = 0, 1, 2
 
 
 class Squares:
-    """Sums of squares that launches make as they go: of the update of the weight, of the new weight
-    and of the new momentum, all as stored.
+    """Sums of squares that launches over the same rectangles make as they go: of the update of the
+    weight, of the new weight and of the new momentum, all as stored.
 
     A kernel writes a row for each of its programs, and torch a row for each rectangle, in every
     launch and always at the same place: nothing is zeroed, and nothing is added up in a step. The
@@ -131,64 +131,72 @@ class Squares:
         self.rows: list[torch.Tensor] = []  # of each launch, (programs, 3) fp32 on the device
         self.origins: list[torch.Tensor] = []  # rectangle of each row, int64 on the CPU
 
-    def lay_out(self, launches: Sequence[Launch] | None, count: int, device: torch.device) -> None:
-        """Take memory for the programs of `launches`; None: for `count` rectangles in torch."""
-        self.origins = [torch.arange(count, device="cpu")]
-        if launches is not None:
-            self.origins = [one.origins[one.blocks[:, 0].cpu()] for one in launches]
-        self.rows = [torch.zeros(len(of), 3, device=device) for of in self.origins]
-
-    def write(
-        self,
-        old: Sequence[torch.Tensor],
-        W: Sequence[torch.Tensor],
-        M: Sequence[torch.Tensor] | None,
-        first: int = 0,
-    ) -> None:
-        """Write the rows of rectangles from number `first` on, in torch. `old`: `wide_copies` of
-        the weights before the step, overwritten. `M`: None if the launch writes no momentum.
+    def lay_out(
+        self, launches: Sequence[Launch] | None, count: int, device: torch.device
+    ) -> list[torch.Tensor]:
+        """Take memory for the programs of further `launches`; None: for `count` rectangles in
+        torch. Return the rows of each launch.
         """
-        tensors = [*old, *W, *(M or ())]
-        if not tensors:
-            return
-        torch._foreach_sub_(list(old), list(W))
-        wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-        norms = torch._foreach_norm(tensors, 2, wide)
-        squares = torch.stack(norms).square_().view(-1, len(W)).T
-        rows = self.rows[0][first : first + len(W)]
-        rows[:, : squares.shape[1]].copy_(squares)
-        if M is None:
-            rows[:, MOMENTUM].zero_()
-
-    def write_momenta(self, M: Sequence[torch.Tensor], are_new: bool) -> None:
-        """Write the sums of momenta in torch; 0 unless the launch has written them."""
-        if not M:
-            return
-        column = self.rows[0][:, MOMENTUM]
-        if not are_new:
-            column.zero_()
-        else:
-            column.copy_(torch.stack(torch._foreach_norm(M, 2, torch.float32)).square_())
+        origins = [torch.arange(count, device="cpu")]
+        if launches is not None:
+            origins = [one.origins[one.blocks[:, 0].cpu()] for one in launches]
+        rows = [torch.zeros(len(of), 3, device=device) for of in origins]
+        self.origins += origins
+        self.rows += rows
+        return rows
 
     def totals(self, count: int) -> torch.Tensor:
-        """Return the sums of each of `count` rectangles, fp64 (count, 3) on the device."""
-        total = self.rows[0].new_zeros(count, 3, dtype=torch.float64) if self.rows else None
+        """Return the sums of each of `count` rectangles, fp64 (count, 3) on the device. Something
+        has been laid out.
+        """
+        total = self.rows[0].new_zeros(count, 3, dtype=torch.float64)
         for rows, origins in zip(self.rows, self.origins):
             total.index_add_(0, origins.to(rows.device), rows.double())
         return total
 
 
 def rows_of(
-    squares: Squares | None, launches: Sequence[Launch] | None, tensors: Sequence[torch.Tensor]
+    squares: Squares | None, launches: Sequence[Launch] | None, count: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Lay out `squares` for launches over rectangles `tensors`; return the rows that each launch
-    writes. Without sums the rows are placeholders, never written by the kernel.
+    """Lay out `squares` for launches over `count` rectangles; return the rows that each launch
+    writes, or torch. Without sums the rows are placeholders, never written by the kernel.
     """
     if squares is None:
         return [launch.records for launch in launches or ()]
-    if tensors:
-        squares.lay_out(launches, len(tensors), tensors[0].device)
-    return squares.rows
+    return squares.lay_out(launches, count, device)
+
+
+def write_squares(
+    rows: torch.Tensor,
+    old: Sequence[torch.Tensor],
+    W: Sequence[torch.Tensor],
+    M: Sequence[torch.Tensor] | None,
+) -> None:
+    """Write `rows` of `Squares` in torch, one for each rectangle. `old`: `wide_copies` of the
+    weights before the step, overwritten. `M`: None if the launch writes no momentum.
+    """
+    tensors = [*old, *W, *(M or ())]
+    if not tensors:
+        return
+    torch._foreach_sub_(list(old), list(W))
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    squares = torch.stack(torch._foreach_norm(tensors, 2, wide)).square_().view(-1, len(W)).T
+    rows[:, : squares.shape[1]].copy_(squares)
+    if M is None:
+        rows[:, MOMENTUM].zero_()
+
+
+def write_momentum_squares(
+    rows: torch.Tensor, M: Sequence[torch.Tensor], are_new: bool = True
+) -> None:
+    """Write the sums of momenta to `rows` of `Squares` in torch; 0 unless the launch has written
+    the momenta.
+    """
+    if not are_new:
+        rows[:, MOMENTUM].zero_()
+    elif M:
+        norms = torch._foreach_norm(M, 2, torch.float32)
+        rows[:, MOMENTUM].copy_(torch.stack(norms).square_())
 
 
 def wide_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from .multi_tensor import (
     total_square,
     unskipped,
     wide_copies,
+    write_squares,
 )
 from .norms import BLOCK, OPTIONS, TILE, Groups, inverse, new, number_of, total_of
 from .row_scattered import ScatteredMatrices, matrix_at, memory_of_matrices
@@ -123,7 +124,7 @@ class WeightUpdate:
             places = () if M is None else (sources, gradients)
             self.launches = bind(lists, *places, keep_rows=keep_rows)
         self.squares = squares
-        self.rows = rows_of(squares, self.launches, self.W)
+        self.rows = rows_of(squares, self.launches, len(W), self.scales.device)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.W)]
@@ -214,7 +215,7 @@ class WeightUpdate:
             self.rounding,
         )
         if self.squares is not None:
-            self.squares.write(old, self.W, self.M if writes_momenta else None)
+            write_squares(*self.rows, old, self.W, self.M if writes_momenta else None)
 
     def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
         """Write M in torch, with the bits of the kernel. Arguments as for `__call__`."""
