@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.paths import INTERPRETED, quiet, take
-from tests.ranks import package, part, run_threads
+from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_bucket_updates import cut
 from tests.test_muon import EXACT, same
 from tests.test_nonfinite import Reads
@@ -101,18 +101,20 @@ OPTIONS = {"ddp": {}, "shard_state": {"shard_state": True}, "unreduced": {"grads
            "unreduced, overlap": {"grads_are_reduced": False}}
 
 
-def sharded(rank, world, layout):
+def sharded(rank, world, layout, device="cpu"):
     """(all values, values of this rank, whether plain steps give equal bits) after two steps on a layout."""
     from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
     R, S = Replicate(), Shard
     mesh_shape, placements = {
-        "fsdp rows": ((4,), [S(0)]), "ep": ((4,), [S(0)]), "fsdp columns": ((4,), [S(1)]), "hsdp": ((2, 2), [R, S(0)]),
-        "tp x fsdp": ((2, 2), [S(1), S(0)]), "replicated": ((4,), [R]), "fsdp rows, overlap": ((4,), [S(0)]),
+        "fsdp rows": ((world,), [S(0)]), "ep": ((4,), [S(0)]), "fsdp columns": ((4,), [S(1)]),
+        "hsdp": ((2, 2), [R, S(0)]), "tp x fsdp": ((2, 2), [S(1), S(0)]), "replicated": ((4,), [R]),
+        "fsdp rows, overlap": ((4,), [S(0)]),
     }.get(layout, (None, None))
-    mesh = init_device_mesh("cpu", mesh_shape) if mesh_shape else None
+    mesh = init_device_mesh(device, mesh_shape) if mesh_shape else None
 
     def place(t):
+        t = t.to(device)
         if mesh is None:
             return t.clone()
         ahead = t.ndim == 3 and layout != "ep"  # a stack is sharded like its matrices
@@ -164,19 +166,26 @@ def test_every_layout_has_the_values_of_one_process(layout, one_process):
         assert math.isclose(sum(parts), one_process[key] ** 2, rel_tol=1e-5)
 
 
+@pytest.mark.gpus(2)
+def test_ranks_over_nccl(one_process):
+    for found, _, bits in run_ranks(2, sharded, "fsdp rows", "cuda", backend="nccl"):
+        assert bits and found.keys() == one_process.keys()
+        assert_close(found, one_process, 0.01)  # of another device's products
+
+
 @pytest.mark.parametrize("more", [{}, {"name": "NorMuon"}, {"rule": "dion2"}, {"rule": "muon_plus"},
                                   {"decay": "cautious"}, {"momentum_form": "sum"},
                                   {"state_dtype": torch.bfloat16}, {"weights": torch.bfloat16},
                                   {"state_dtype": torch.int8}], ids=str)
-def test_rules_and_forms(more, optimizer):
+def test_rules_and_forms(more, device, optimizer):
     """Bits are those of steps that collect nothing, and the values those of the weights."""
     results, more = [], dict(more)
     dtype = more.pop("weights", torch.float32)
     for collects in (True, False):
-        params = [[nn.Parameter(t.to(dtype)) for t in some] for some in whole(0)]
+        params = [[nn.Parameter(t.to(device, dtype)) for t in some] for some in whole(0)]
         opt = build(params, **more)
         opt.collect_metrics = collects
-        before = take_steps(opt, params, lambda t: t.to(dtype, copy=True))
+        before = take_steps(opt, params, lambda t: t.to(device, dtype, copy=True))
         results.append([*flat(params), *(t for p in flat(params) for t in opt.state[p].values())])
         if collects:
             keys = [opt.state[some[0]] for some in params]
