@@ -76,11 +76,11 @@ def chosen(rule):
     return Damped
 
 
-def alone(problem, rule):
-    """Weight and state of each parameter after the steps of one process."""
+def alone(problem, rule, keys):
+    """Weight and state of each parameter after the steps of one process. `keys`: options of the rule."""
     params = [nn.Parameter(full.clone()) for full in problem["fulls"]]
     groups = [{"params": [p], "split": form, "transposed": t} for p, (_, form, t) in zip(params, problem["members"])]
-    optimizer = package().Muon(groups, lr=0.1, rule=chosen(rule), **problem["options"])
+    optimizer = package().Muon(groups, lr=0.1, rule=chosen(rule), **keys, **problem["options"])
     for gradients in problem["gradients"]:
         for p, g in zip(params, gradients):
             p.grad = g.clone()
@@ -93,13 +93,13 @@ def on_rank(rank, world, layout, problems, expected, rule, options):
     return stepped(rank, world, layout, cases, {"rule": chosen(rule), **options})
 
 
-def differences(layout, rule, seeds, run=run_threads, **options):
+def differences(layout, rule, seeds, run=run_threads, keys=(), **options):
     problems = [problem_of(layout, seed) for seed in seeds]
     if options:
         for problem in problems:
             problem["has_little_room"], problem["options"]["nonfinite"] = False, "propagate"
-    expected = [alone(problem, rule) for problem in problems]
-    world = math.prod(layouts()[layout][0])
+    expected = [alone(problem, rule, dict(keys)) for problem in problems]
+    world, options = math.prod(layouts()[layout][0]), {**dict(keys), **options}
     return [wrong for found in run(world, on_rank, layout, problems, expected, rule, options) for wrong in found]
 
 
@@ -338,7 +338,7 @@ def test_a_checkpoint_of_another_rule_is_refused(optimizer):
         optimizer.Muon([q], rule="adamuon").load_state_dict(saved.state_dict())
 
 
-def resharded_on_rank(rank, world, rule):
+def resharded_on_rank(rank, world, rule, keys):
     """A state dict gathered from rows, loaded onto columns, and stepped on."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -362,13 +362,13 @@ def resharded_on_rank(rank, world, rule):
             muon.step()
 
     model = Model(W, 0)
-    muon = package().Muon(model.named_parameters(), rule=chosen(rule), lr=LR)
+    muon = package().Muon(model.named_parameters(), rule=chosen(rule), lr=LR, **keys)
     steps(model, muon, G[:2])
     options = StateDictOptions(full_state_dict=True)
     saved = get_optimizer_state_dict(model, muon, options=options)
     other = Model(model.w.detach().full_tensor(), 1)
     steps(model, muon, G[2:])
-    again = package().Muon(other.named_parameters(), rule=chosen(rule), lr=LR)
+    again = package().Muon(other.named_parameters(), rule=chosen(rule), lr=LR, **keys)
     again.init_state()
     set_optimizer_state_dict(other, again, saved, options=options)
     steps(other, again, G[2:])
@@ -376,9 +376,14 @@ def resharded_on_rank(rank, world, rule):
     return all(results)
 
 
-@pytest.mark.parametrize("rule", ["adamuon", "hyperball", "normuon_columns", "theirs"])
-def test_state_of_a_rule_goes_to_another_sharding(rule, optimizer):
-    assert all(run_ranks(3, resharded_on_rank, rule))
+SELECTED = {"fraction": 0.5, "blocks": 3}
+
+
+@pytest.mark.parametrize("rule, keys", [
+    *((rule, {}) for rule in ("adamuon", "hyperball", "normuon_columns", "theirs")),
+    ("dion2", SELECTED), ("dion3", SELECTED)])
+def test_state_of_a_rule_goes_to_another_sharding(rule, keys, optimizer):
+    assert all(run_ranks(3, resharded_on_rank, rule, keys))
 
 
 # refusals ----------------------------------------------------------------------------------------------------------

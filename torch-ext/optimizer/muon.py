@@ -531,22 +531,28 @@ class Muon(MetricsMethods):
         """Bytes by kind, of this rank and of the rank with the most: weights, gradients, state,
         workspace, tables, memory of CUDA graphs. Print the report, or read its numbers.
 
-        Before the first step, and after release(), as a step with gradients of all parameters would
-        take them: state and workspace to the byte, tables about; graphs are not known. Else state,
-        workspace, tables and graphs of this rank are measured. The largest rank is always
-        predicted, and so are gradients and copies that AdamW makes during a step. Not counted: what
-        the model, NCCL, the driver and torch's allocator take besides. Not collective.
+        Before the first step, and after release(), the report predicts a step with gradients of all
+        parameters: state and workspace exactly, tables approximately, graphs not at all. Else
+        state, workspace, tables and graphs of this rank are measured. The largest rank is always
+        predicted, and so are gradients and the temporaries of groups with use_muon=False. Memory of
+        the model, NCCL, the driver and torch's allocator is not counted. Not collective.
         """
         itself = self._itself()
         bound, prepared = itself._bound, itself._preparation
-        seen = None
+        measured_bytes = None
         if bound.all_jobs:
             graphs = (prepared.graphs, prepared.adamw_graphs)
-            seen = memory_report.measured(bound, itself.param_groups, itself.state, graphs)
-        return itself._forecast(this_rank(), seen)
+            measured_bytes = memory_report.measured(
+                bound, itself.param_groups, itself.state, graphs
+            )
+        return itself._forecast(this_rank(), measured_bytes)
 
     def _forecast(
-        self, rank: int, seen: Mapping | None = None, row_shards: int | None = None, **gpu: object
+        self,
+        rank: int,
+        measured_bytes: Mapping | None = None,
+        row_shards: int | None = None,
+        **gpu: object,
     ) -> MemoryReport:
         """Plan without a step, and return the report of the plan. Arguments as in
         `memory_report.predicted` and `memory_report.ForecastPlanner`.
@@ -559,7 +565,7 @@ class Muon(MetricsMethods):
             return memory_report.ForecastPlanner(options, groups, row_shards, **gpu)
 
         plans = memory_report.plans_of(planner, self.param_groups, options, own)
-        return memory_report.predicted(plans, self.param_groups, options, rank, seen)
+        return memory_report.predicted(plans, self.param_groups, options, rank, measured_bytes)
 
     @classmethod
     def memory_forecast(
