@@ -3,9 +3,12 @@ what is counted once, skipped or left out; equal bits with it on and off; no wai
 """
 from __future__ import annotations
 
+import csv
+import importlib
 import math
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -474,6 +477,24 @@ def test_keys_are_flat_and_values_numbers(one_process):
     assert "muon/group2/orthogonality_error" not in one_process
     shares = [one_process[f"muon/group{i}/update_share"] for i in range(len(GROUPS))]
     assert math.isclose(sum(shares), 1.0)
+
+
+def test_sinks_of_the_example(one_process, monkeypatch, tmp_path):
+    """TensorBoard's writer, wandb's run, and a table."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "examples"))
+    example, seen = importlib.import_module("log_metrics"), []
+    writer = types.SimpleNamespace(add_scalar=lambda key, value, step: seen.append((key, value, step)))
+    run = types.SimpleNamespace(log=lambda values, step: seen.append((values, step)))
+    sinks = [example.to_tensorboard(writer), example.to_wandb(run), example.to_csv(tmp_path / "table.csv")]
+    opt = types.SimpleNamespace(metrics=lambda: types.SimpleNamespace(as_dict=lambda: one_process))
+    after_step = example.logging(sinks, 2)
+    for step in (1, 2, 3, 4):
+        after_step(step, opt)
+    of_step = [*((key, value, 2) for key, value in one_process.items()), (one_process, 2)]
+    assert seen[:len(of_step)] == of_step and len(seen) == 2 * len(of_step)
+    with open(tmp_path / "table.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["2", "4"] and rows[0].keys() == {"step", *one_process}
 
 
 def test_trainer_metrics(optimizer, monkeypatch):
