@@ -104,3 +104,33 @@ def test_olmo_core(olmo, monkeypatch):
     assert (matrices["adjust_lr_fn"], matrices["lr"], matrices["weight_decay"]) == ("rms_norm", 0.003, 0.1)
     assert [group["use_muon"] for group in others] == [False] * 3
     assert lowers_the_loss(model, optimizer, 16)
+
+
+def test_axolotl(monkeypatch):
+    """The wheel pins versions that others of these frameworks do not take, so it is not in requirements/."""
+    mixin = pytest.importorskip("axolotl.core.trainers.mixins.optimizer")
+    import axolotl.integrations.base as base
+
+    module_of("axolotl", monkeypatch, axolotl=sys.modules["axolotl"])
+    manager = base.PluginManager.get_instance()
+    manager.register("my_module.MuonPlugin")
+    trainer = mixin.OptimizerMixin.__new__(mixin.OptimizerMixin)  # Trainer's own constructor reads a whole config
+    trainer.model, trainer.optimizer = Model(), None
+    trainer.args = mock.MagicMock(loraplus_lr_ratio=None, embedding_lr_scale=None, embedding_lr=None, lr_groups=None)
+    manager.post_trainer_create(types.SimpleNamespace(learning_rate=0.02, weight_decay=0.3), trainer)
+    optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, package().Muon)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.02, 0.3)
+    assert lowers_the_loss(trainer.model, optimizer, 16)
+
+
+def test_ms_swift(monkeypatch):
+    """As test_axolotl: the wheel is not in requirements/."""
+    optimizers = pytest.importorskip("swift.optimizers")
+    module_of("ms-swift", monkeypatch, swift=sys.modules["swift"])
+    model = Model()
+    callback = optimizers.optimizers_map.pop("sharded_muon")
+    made = callback(types.SimpleNamespace(learning_rate=0.02), types.SimpleNamespace(model=model))
+    optimizer = made.create_optimizer()
+    assert isinstance(optimizer, package().Muon) and optimizer.param_groups[0]["lr"] == 0.02
+    assert lowers_the_loss(model, optimizer, 16)
