@@ -123,10 +123,12 @@ def test_a_rule_has_the_same_bits_in_processes(layout, rule, optimizer):
 
 
 @pytest.mark.parametrize("option", ["overlap_backward", "overlap_forward", "capturable"])
-@pytest.mark.parametrize("layout", ["fsdp rows, uneven", "tp columns x fsdp rows", "unreduced"])
-def test_options_leave_the_bits_of_a_rule(layout, option, optimizer):
-    rule = "hyperball" if option == "capturable" else "theirs"
-    assert differences(layout, rule, [200], **{option: True}) == []
+@pytest.mark.parametrize("layout, rule", [
+    *((layout, "theirs") for layout in ("fsdp rows, uneven", "tp columns x fsdp rows", "unreduced")),
+    ("fsdp rows, uneven", "dion3")])
+def test_options_leave_the_bits_of_a_rule(layout, rule, option, optimizer):
+    rule, keys = "hyperball" if (rule, option) == ("theirs", "capturable") else rule, {"blocks": 3}
+    assert differences(layout, rule, [200], keys=keys if rule == "dion3" else {}, **{option: True}) == []
 
 
 # formulas ----------------------------------------------------------------------------------------------------------
@@ -485,10 +487,18 @@ def test_an_update_in_torch_is_refused_in_a_graph_of_the_step(optimizer):
 
 @pytest.mark.parametrize("rule, key, value, text", [
     ("muon_plus", "normalize", "rows", "normalize='rows' must be one of"),
-    ("adamuon", "sign", "no", "sign='no' must be True or False")])
+    ("adamuon", "sign", "no", "sign='no' must be True or False"),
+    ("dion2", "fraction", 0, "fraction=0 must be a number > 0 and <= 1"),
+    ("dion2", "fraction", True, "fraction=True must be"), ("dion2", "fraction", "0.5", "fraction='0.5' must be"),
+    ("dion2", "fraction", math.nan, "fraction=nan must be"), ("dion2", "blocks", 0, "blocks=0 must be an int >= 1"),
+    ("dion2", "blocks", 2.0, "blocks=2.0 must be an int >= 1"),
+    ("dion2", "select", "rows", "select='rows' must be one of .*'short', 'row', 'column'"),
+    ("dion2", "momentum_form", "sum", "momentum_form='sum' with rule='dion2'.*error feedback")])
 def test_options_of_a_rule_are_checked(rule, key, value, text, optimizer):
     with pytest.raises(ValueError, match=text):
         optimizer.Muon([{"params": [nn.Parameter(torch.ones(4, 3))], "rule": rule, key: value}])
+    with pytest.raises(ValueError, match=text):
+        optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=rule, **{key: value})
 
 
 def test_normuon_is_muon_with_the_rule(optimizer):

@@ -308,7 +308,7 @@ def _order(key: Key) -> tuple:
     return KINDS.index(kind), -1 if group is None else group, what, dtype or "", where
 
 
-COPIES: Key = ("temporary", "copies of elementwise rules", None, None, "device")
+COPIES: Key = ("temporary", "temporaries of elementwise rules", None, None, "device")
 
 
 def _bytes_at(
