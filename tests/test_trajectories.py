@@ -32,8 +32,8 @@ def test_a_wrong_mapping_is_seen(trajectories):
     assert trajectories.deviation(case, 3, trajectories.InFloat32()) > 10 * trajectories.TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["keller_jordan", "emerging_optimizers", "megatron", "timm", "pytorch_optimizer",
-                                  "heavyball", "dion", "muonium"])
+@pytest.mark.parametrize("name", ["torch_elementwise", "keller_jordan", "scion", "emerging_optimizers", "megatron",
+                                  "timm", "pytorch_optimizer", "heavyball", "dion", "muonium"])
 def test_an_installed_package_takes_the_same_steps(name, trajectories):
     for row in trajectories.compared(name, None):
         if row["agrees"] == "":
