@@ -31,7 +31,8 @@ from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
 from .report import as_bytes
 from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of
-from .rules.rule import STATES, state_device_and_dtype, state_keys, state_shape
+from .rules.muon import is_split
+from .rules.rule import STATES, keys_of, state_device_and_dtype, state_shape
 
 OPTIMIZER_KINDS = ("state", "workspace", "tables", "graphs", "temporary")
 KINDS = ("weights", "gradients", *OPTIMIZER_KINDS)
@@ -314,7 +315,7 @@ def _bytes_at(
             dtypes = {"weights": param.dtype, "gradients": gradient_dtype(param)}
             for kind, dtype in dtypes.items():
                 found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
-            for key in state_keys(plan.group_at(i)):
+            for key in keys_of(plan.group_at(i), param):
                 found.update(_state_at(rank, plan, i, key, number, options))
         if plan.rank_plans is None:
             # Plans are stepped in turn
@@ -376,7 +377,8 @@ def _copied_bytes(rank: int, plan: Plan, options: MuonConfig) -> int:
         rule = elementwise_of(plan.group_at(i))
         state = state_device_and_dtype(rule.averages[0], param, options.state_dtype)[1]
         wide = torch.promote_types(param.dtype, state)
-        wide = torch.promote_types(wide, torch.float32) if rule.in_fp32 else wide
+        is_wide = rule.in_fp32 or is_split(plan.group_at(i), param)
+        wide = torch.promote_types(wide, torch.float32) if is_wide else wide
         dtypes = (param.dtype, gradient_dtype(param), *[state] * len(rule.averages))
         each = sum(wide.itemsize for dtype in dtypes if dtype != wide)
         copied += each * _numel_at(rank, plan.layouts[i])

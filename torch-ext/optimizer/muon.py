@@ -27,7 +27,7 @@ from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
 from .memory_report import MemoryReport
 from .params import units, validation
-from .params.checks.group_values import check_seed, require
+from .params.checks.group_values import check_master_weights, check_seed, require
 from .params.checks.memory import check_memory
 from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
@@ -39,6 +39,7 @@ from .report import Report, Stopwatch, report_of
 from .rules import check
 from .rules.decay import DECOUPLED
 from .rules.muon import (
+    MASTER_KEY,
     MOMENTUM_FORMS,
     ROUNDINGS,
     STEPS_KEY,
@@ -100,6 +101,10 @@ class Muon(StateDictMethods):
     rounding ("nearest"), rounding_seed (0): of the bf16 weights of Muon's groups. "stochastic":
         up or down at random, so that many small updates move a weight as far as in fp32
         (docs/memory.md). Equal bits on all layouts; `state_dict` keeps seed and count of steps.
+    master_weights (None): "split16": fp32 weights of bf16 parameters, in all groups. The parameter
+        is the weight rounded to bf16, and state `weight_rest` (int16) has the remaining bits
+        (docs/memory.md). Equal bits to fp32 parameters, for 2 bytes per parameter. Parameters in
+        fp32 stay as they are.
     rule (None): what a step computes, in groups without a key `rule`: a name of docs/rules.md or a
         subclass of `Rule`. Options of the rule are keys of groups, and arguments beside `rule`.
         None: "muon", in `NorMuon` "normuon".
@@ -163,6 +168,7 @@ class Muon(StateDictMethods):
         momentum_form: str = MOMENTUM_FORMS[0],
         rounding: str = ROUNDINGS[0],
         rounding_seed: int = 0,
+        master_weights: str | None = None,
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
@@ -174,6 +180,8 @@ class Muon(StateDictMethods):
         require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
         check_seed("rounding_seed", rounding_seed)
         self._rounding = rounding, rounding_seed
+        check_master_weights(master_weights)
+        self._master_weights = master_weights
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
         self._options.check(group_has_ranks=has_process_group(params))
@@ -230,6 +238,7 @@ class Muon(StateDictMethods):
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
         self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys
+        self._master_weights: str | None = None  # of groups without the key
         self._rule_options: dict[str, object] = {}  # of `_rule`, for groups without these keys
 
     def _attach_clip(self) -> None:
@@ -298,6 +307,8 @@ class Muon(StateDictMethods):
         """Give a new group the name and the options of its rule, and its own `split`, with the
         attributes of parameters read into it.
         """
+        if self._master_weights is not None:
+            group.setdefault(MASTER_KEY, self._master_weights)
         if validation.is_adamw(group):
             return
         check.adopt(group, self._rule, validation.GROUP_KEYS, self._rule_options)

@@ -49,7 +49,9 @@ class AdamWUpdate(BucketUpdate):
         super().__init__(label, written, store)
         self.graphs = graphs
         self.weights = store.locals()
-        self.states = [store.locals(key) for key in elementwise.state_keys_of(store.groups[0])]
+        # All parameters of a plan are split, or none is
+        keys = elementwise.state_keys_of(store.groups[0], store.params[0])
+        self.states = [store.locals(key) for key in keys]
         self.flags = _flags(store, range(len(self.weights)))
 
     def run(self, group: dict) -> Running:

@@ -33,7 +33,12 @@ from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack
 from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..kernels.elementwise.row_scattered import ScatteredMatrices, stays
-from ..kernels.elementwise.weight_update import TO_INITIAL, StochasticRounding, WeightUpdate
+from ..kernels.elementwise.weight_update import (
+    TO_INITIAL,
+    SplitWeights,
+    StochasticRounding,
+    WeightUpdate,
+)
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..pipeline import BucketUpdate, Running
@@ -238,7 +243,7 @@ class BoundUpdate(BucketUpdate):
         return [{name: views[sent_piece(p, name, per)] for name, per in sends} for p in pieces]
 
     def _form_args(self, pieces: Sequence[Piece]) -> dict[str, object]:
-        """Arguments of `WeightUpdate` that say how `pieces` decay and are rounded, and the form of
+        """Arguments of `WeightUpdate` that say how `pieces` decay and are stored, and the form of
         M.
         """
         form = form_of(self.group)
@@ -248,6 +253,9 @@ class BoundUpdate(BucketUpdate):
         if is_stochastic(self.group):
             positions = self.store.positions(pieces)
             found["rounding"] = StochasticRounding(positions, self.store.keys)
+        rests = self.store.rests(pieces)
+        if any(rest is not None for rest in rests):
+            found["rounding"] = SplitWeights(rests)
         return found
 
     def _groups(self, pieces: Sequence[Piece]) -> list[int]:

@@ -29,6 +29,7 @@ from ..params.param_groups import clean_name
 from ..params.validation import check_gradients, gradient_of
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
+from ..rules.muon import REST_KEY, is_split
 from ..rules.rule import host_constants
 from .fingerprint import GradientForm, copy_in_form, form_of_gradient, missing_from
 
@@ -225,6 +226,17 @@ class Store:
             self._view(s, p) if first is None else s[first : first + p.shape[0]]
             for s, p, first in zip(locals_, pieces, first_rows)
         ]
+
+    def rests(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+        """Views of the rests of split weights, (rows, columns) of each piece; None of others."""
+        rests = [self.rest_of(p.matrix.param) for p in pieces]
+        return [None if t is None else self._view(t, p) for t, p in zip(rests, pieces)]
+
+    def rest_of(self, number: int) -> torch.Tensor | None:
+        """The local rest of a split weight; None of others."""
+        param = self.params[number]
+        splits = is_split(self.groups[self.group_of[number]], param)
+        return local_of(self.state[param][REST_KEY]) if splits else None
 
     def positions(self, pieces: Sequence[Piece]) -> list[Positions]:
         """Number of each element of pieces of matrices: row-major in all matrices of its parameter,

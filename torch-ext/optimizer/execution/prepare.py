@@ -36,7 +36,14 @@ from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
 from ..rules.elementwise import elementwise_of
-from ..rules.muon import STEPS_KEY, comparable_scale, is_corrected, is_stochastic, is_sum
+from ..rules.muon import (
+    MASTER_KEY,
+    STEPS_KEY,
+    comparable_scale,
+    is_corrected,
+    is_stochastic,
+    is_sum,
+)
 from ..rules.rule import host_constants, rule_of, selection_of, sends_signs
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
@@ -199,7 +206,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["use_muon"],
         group["adjust_lr_fn"],
         form_of_decay(group),
-        (is_sum(group), is_corrected(group), is_stochastic(group)),
+        (is_sum(group), is_corrected(group), is_stochastic(group), group.get(MASTER_KEY)),
         (rule_of if group["use_muon"] else elementwise_of)(group),
         group["use_muon"] and sends_signs(group),
         selection,

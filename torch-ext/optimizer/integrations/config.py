@@ -41,6 +41,7 @@ OPTIONAL_KEYS = (
     "momentum_form",
     "rounding",
     "rounding_seed",
+    "master_weights",
     "rule",
     "split",
     "transposed",

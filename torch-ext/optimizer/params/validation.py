@@ -26,6 +26,7 @@ from ..rules.decay import DECOUPLED
 from ..rules.elementwise import ELEMENTWISE, check_radius
 from ..rules.muon import (
     DRAWN_KEY,
+    MASTER_KEY,
     MOMENTUM_FORMS,
     ROUNDINGS,
     SEED_KEY,
@@ -76,6 +77,7 @@ GROUP_KEYS = frozenset(
         "rounding",
         "rounding_seed",
         "rounding_step",
+        "master_weights",
         STEPS_KEY,
     )
 )
@@ -88,6 +90,7 @@ OPTIONAL_KEYS = {
     "rounding": ROUNDINGS[0],
     SEED_KEY: 0,
     DRAWN_KEY: 0,
+    MASTER_KEY: None,
 }
 # Keys that learning-rate schedulers add
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
@@ -433,6 +436,12 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
             "shard_state=True or grads_are_reduced=False only owners keep state: leave these "
             "options out, or use another decay"
         )
+    if group.get(MASTER_KEY) is not None and options.owner_keeps_state:
+        raise NotImplementedError(
+            f"{MASTER_KEY}={group[MASTER_KEY]!r} keeps the rest of a weight where the weight is "
+            "stored, but with shard_state=True or grads_are_reduced=False only owners keep state: "
+            "leave these options out, or keep the weights in fp32"
+        )
     if not group["use_muon"]:
         return
     rule = rule_of(group)
@@ -552,6 +561,12 @@ def check_param(param: torch.Tensor, name: str, group: dict) -> None:
             f"{what} has dtype {param.dtype}, but rounding='stochastic' is for bf16 weights only: "
             "fp32 weights keep small updates, and fp16 has other bits. Leave rounding out, or put "
             "the parameter into a group with rounding='nearest'"
+        )
+    if group.get(MASTER_KEY) is not None and param.dtype == torch.float16:
+        raise ValueError(
+            f"{what} has dtype {param.dtype}, but {MASTER_KEY}={group[MASTER_KEY]!r} is for bf16 "
+            "weights, which are the upper half of an fp32 number: convert it to bfloat16, or put "
+            f"it into a group with {MASTER_KEY}=None"
         )
     if use_muon and param.ndim < 2:
         raise ValueError(

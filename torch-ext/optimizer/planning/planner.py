@@ -28,6 +28,7 @@ from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.elementwise import elementwise_of
+from ..rules.muon import is_split
 from ..rules.rule import Rule, rule_of, selection_of, state_device_and_dtype, weight_dtype
 from .cost_model import CostModel, latency_bytes
 from .memory_model import ChunkPlanInputs, PlanInputs, never
@@ -160,13 +161,14 @@ class Planner:
         if group["use_muon"]:
             return [self._matrices(groups, params, group_of)]
         # Chunks of a plan share all-to-all buffers, so a plan has a single dtype. Without chunks
-        # only fp64 parameters are apart: AdamW takes lr for them from the host, in fp64.
+        # only fp64 parameters are apart, since AdamW takes lr for them from the host, in fp64, and
+        # split weights, which have state of their own
         by_dtype = {}
         for p, number in zip(params, group_of):
             key = (
                 (p.dtype, gradient_dtype(p))
                 if self.options.owner_keeps_state
-                else p.dtype == torch.float64
+                else (p.dtype == torch.float64, is_split(group, p))
             )
             by_dtype.setdefault(key, []).append((p, number))
         if self.options.owner_keeps_state:

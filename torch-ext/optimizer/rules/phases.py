@@ -20,7 +20,13 @@ import torch
 from ..kernels.elementwise.momentum import Pack, copy_torch, gradients_or_momenta
 from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
-from ..kernels.elementwise.weight_update import ALL, WeightUpdate
+from ..kernels.elementwise.weight_update import (
+    ALL,
+    StochasticRounding,
+    WeightUpdate,
+    wide_weight,
+    write_weight,
+)
 from ..kernels.launch.precompile import in_dry_run
 from ..newton_schulz.selection import Block, Selection, choose, gather, scatter
 from .rule import Numbers, Rule, Units, overrides, rule_name, sends_signs, writes_weights
@@ -63,7 +69,9 @@ class Phases:
         """
         rule = self.rule
         # Validation has refused these forms, but a group may have changed in between
-        has_form = forms.get("sums") or forms.get("decay", ALL) != ALL or forms.get("rounding")
+        rounding = forms.get("rounding")
+        is_rounded = isinstance(rounding, StochasticRounding)
+        has_form = forms.get("sums") or forms.get("decay", ALL) != ALL or is_rounded
         if writes_weights(rule) and has_form:
             raise ValueError(
                 f"rule {rule_name(type(rule))!r} has no other form of decay, momentum or rounding"
@@ -74,7 +82,8 @@ class Phases:
             return WeightUpdate(*arguments, **forms, **factors)
         if not writes_weights(rule):
             return WeightUpdate(*arguments, **forms)
-        return WeightUpdateByRule(self._write, self._update, sent, *arguments)
+        rests = () if rounding is None else rounding.rests
+        return WeightUpdateByRule(self._write, self._update, sent, rests, *arguments)
 
     def _update(
         self, G: torch.Tensor, M: torch.Tensor, group: int
@@ -242,6 +251,7 @@ class WeightUpdateByRule:
         write: Write,
         update: Update,
         sent: Sequence[Mapping[str, torch.Tensor]],
+        rests: Sequence[torch.Tensor | None],
         W: Sequence[torch.Tensor],
         O: Sequence[torch.Tensor],
         scales: Sequence[float],
@@ -251,13 +261,14 @@ class WeightUpdateByRule:
         gradients: Sequence[torch.Tensor] = (),
         groups: Sequence[int] | None = None,
     ) -> None:
-        """Arguments of `WeightUpdate`, after `write`, `update` and the numbers `sent` for each
-        rectangle.
+        """Arguments of `WeightUpdate`, after `write`, `update`, the numbers `sent` for each
+        rectangle, and the rests of split weights (() if none is split).
         """
         self.write = write
         self.update = update
         self.sent = list(sent)
         self.W = list(W)
+        self.rests = list(rests) or [None] * len(self.W)
         self.O = list(O)
         self.scales = list(scales)
         self.skip = skip
@@ -280,10 +291,10 @@ class WeightUpdateByRule:
             return
         if self.M is not None and update_momentum:
             write_updates(self, tensors, (), True)
-        for i, (w, o) in enumerate(zip(self.W, self.O)):
-            wide = w.float()
+        for i, (w, o, rest) in enumerate(zip(self.W, self.O, self.rests)):
+            wide = wide_weight(w, rest)
             new = self.write(wide, o.float(), self.scales[i], self.sent[i], self.groups[i])
-            w.copy_(new if self.skip is None else torch.where(self.skip.is_updated(i), new, wide))
+            write_weight(w, rest, new, None if self.skip is None else self.skip.is_updated(i))
 
 
 class SelectedStack:

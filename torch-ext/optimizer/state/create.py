@@ -26,13 +26,13 @@ from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
 from ..rules.decay import INITIAL_KEY
-from ..rules.muon import SUM_KEY
+from ..rules.muon import REST_KEY, SUM_KEY
 from ..rules.rule import (
     STATES,
+    keys_of,
     row_sharded_keys,
     sharded_keys,
     state_device_and_dtype,
-    state_keys,
     state_shape,
 )
 
@@ -108,7 +108,7 @@ def complete_state(groups: list[dict], state: dict, options: Sequence[MuonConfig
                 _shard_plain_state(held, param, split)
             # Owners are chosen in the first step, and `move_to_owners` brings rows to the owners
             rows = _rows_at_rank(param, own) if own.owner_keeps_state else None
-            create_state(held, param, state_keys(group), own.state_dtype, split, rows)
+            create_state(held, param, keys_of(group, param), own.state_dtype, split, rows)
 
 
 def _shard_plain_state(state: dict, param: torch.Tensor, split: Split) -> None:
@@ -144,7 +144,7 @@ def is_state_missing(plans: Sequence[Plan], state: dict) -> bool:
         key not in state.get(p, ())
         for plan in plans
         for p in plan.params
-        for key in state_keys(plan.group)
+        for key in keys_of(plan.group, p)
     )
 
 
@@ -178,7 +178,7 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
             rows = None if plan.state_rows is None else plan.state_rows[i][group_rank]
             if plan.split(i).view == "flatten":
                 _make_contiguous(state[p])
-            keys = state_keys(plan.group)
+            keys = keys_of(plan.group, p)
             create_state(state[p], p, keys, options.state_dtype, plan.split(i), rows)
 
 
@@ -247,6 +247,9 @@ def create_state(
     for key, other in (("momentum_buffer", SUM_KEY), (SUM_KEY, "momentum_buffer")):
         if key in keys and key not in state:
             state.pop(other, None)
+    # The rest of a weight that is not split any more is stale, too
+    if REST_KEY not in keys:
+        state.pop(REST_KEY, None)
     for key in keys:
         device, key_dtype = state_device_and_dtype(key, param, dtype)
         if key in state:

@@ -23,7 +23,8 @@ from ..params.errors import given_names, in_group, shortened
 from ..params.param_groups import clean_names
 from ..params.units import splits_of
 from ..params.validation import OPTIONAL_KEYS, TOLERATED, check_group
-from ..rules.rule import all_state_keys, state_keys
+from ..rules.muon import REST_KEY
+from ..rules.rule import all_state_keys, keys_of
 from .state_dict import (
     KINDS,
     STRUCTURE,
@@ -453,19 +454,20 @@ def _saved_group(
     params = own_names[number]
     options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
     rule = with_saved_rule(group, options)
-    keys = state_keys(rule)
     states.update(
         {name: in_momentum_form(states[name], rule, options) for name in params if name in states}
     )
     for param, name, split in zip(group["params"], params, splits_of(group)):
+        keys = keys_of(rule, param)
         was_muon = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was_muon != bool(group["use_muon"]):
             raise ValueError(
                 f"parameter {name} was in a group of {KINDS[was_muon]} when {path} was written, "
                 f"but is in one of {KINDS[not was_muon]} here"
             )
-        # Stricter than load_state_dict: a file holds all keys of a state or none
-        if name in states and set(states[name]) != set(keys):
+        # Stricter than load_state_dict: a file holds all keys of a state or none. Rests are those
+        # of the weights of the run that wrote the file
+        if name in states and set(states[name]) - {REST_KEY} != set(keys) - {REST_KEY}:
             raise ValueError(
                 f"{path} has {shortened(', '.join(sorted(states[name])))} of "
                 f"parameter {name}, but its state here is {', '.join(sorted(keys))}"

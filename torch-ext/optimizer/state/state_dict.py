@@ -27,11 +27,12 @@ from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
 from ..rules.decay import INITIAL_KEY
 from ..rules.elementwise import DEFAULT, elementwise_of
-from ..rules.muon import SETTLED, STEPS_KEY, SUM_KEY, is_sum
-from ..rules.rule import all_state_keys, state_device_and_dtype, state_keys, state_shape
+from ..rules.muon import REST_KEY, SETTLED, STEPS_KEY, SUM_KEY, is_sum
+from ..rules.rule import all_state_keys, keys_of, state_device_and_dtype, state_shape
 from .consolidated import refuse_elsewhere
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
+from .weights.split import check_rest, warn_of_rests
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
@@ -441,12 +442,13 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
     refusal = None
     try:
         for param, group, name, state in members:
-            check_state(param, state_keys(group), name, state, splits[param])
+            check_state(param, keys_of(group, param), name, state, splits[param])
     except ValueError as error:
         refusal = error  # raised by check_shards: other ranks may wait for this rank
     check_shards(members, of_param, refusal)
+    warn_of_rests(members)
     return {
-        param: _restored_state(param, state_keys(group), state, of_param[param])
+        param: _restored_state(param, keys_of(group, param), state, of_param[param])
         for param, group, _, state in members
     }
 
@@ -493,8 +495,9 @@ def check_state(
     param: torch.Tensor, keys: Sequence[str], name: str, state: object, split: Split = WHOLE
 ) -> None:
     """Raise ValueError unless `state` can be the saved state of `param` under a rule with state
-    `keys`: all keys or none. Any rule also accepts state of Muon, momentum alone, and
-    decay="initial" state without initial weights. `split`: how the parameter is cut into matrices.
+    `keys`: all keys or none. Any rule also accepts state of Muon, momentum alone, decay="initial"
+    state without initial weights, and split weights state without rests. `split`: how the parameter
+    is cut into matrices.
     """
     name = shortened(name)
     if not isinstance(state, dict):
@@ -504,7 +507,7 @@ def check_state(
         )
     # An empty state is allowed: the parameter starts anew
     momentum = {"momentum_buffer", SUM_KEY} & set(keys)
-    needed = momentum or set(keys) - {INITIAL_KEY}
+    needed = momentum or set(keys) - {INITIAL_KEY, REST_KEY}
     if state and not needed <= set(state):
         raise ValueError(
             f"the state of parameter {name} is "
@@ -526,7 +529,9 @@ def check_state(
             )
         dtype = _as_tensor(state[key], f"{key} of parameter {name}").dtype
         is_count = key == "step" and not dtype.is_complex and dtype != torch.bool
-        if not (dtype.is_floating_point or is_count):
+        if key == REST_KEY:
+            check_rest(dtype, name)
+        elif not (dtype.is_floating_point or is_count):
             raise ValueError(
                 f"{key} of parameter {name} has dtype {dtype} in the state, but it needs a "
                 "floating-point one: it was saved by another optimizer, or is damaged"
@@ -676,8 +681,11 @@ def _restored_state(
         # Rows of owner state stay rows; the next step moves the rows to the owners
         elif not options.owner_keeps_state or not is_by_rows(value, options.process_group):
             value = place_like(value, param)
+        local = local_of(value)
+        if key == REST_KEY:  # its bits, see [Note: rests in state dicts]
+            local = local.view(dtype)
         # A copy: the user's state dict must not change with the next step
-        local = local_of(value).to(device, dtype, copy=True)
+        local = local.to(device, dtype, copy=True)
         restored[key] = (
             as_dtensor(local, value.shape, value.device_mesh, value.placements)
             if is_dtensor(value)

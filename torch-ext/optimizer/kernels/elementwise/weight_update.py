@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -37,6 +38,8 @@ ALL, CAUTIOUS, TO_INITIAL, BY_FACTORS = 0, 1, 2, 3
 # Factors of O from the owner: none, one for each rectangle, one for each row
 NO_FACTORS, OF_MATRICES, OF_ROWS = 0, 1, 2
 RATE = 6  # element of a group's numbers with the rate of decay, see `rules.rule.device_scalars`
+# How new weights are stored: rounded to nearest, rounded stochastically, or split in two tensors
+NEAREST, STOCHASTIC, SPLIT = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,43 @@ class StochasticRounding:
 
     positions: Sequence[Positions]  # of each rectangle
     keys: torch.Tensor  # int64 on the device, one for each parameter group: see `rules.muon`
+    kind: ClassVar[int] = STOCHASTIC
+
+    def lists(self, W: Sequence[torch.Tensor]) -> tuple[Sequence, list]:
+        """Return the lists of weights and of positions for `bind`."""
+        return W, [self.positions]
+
+    def key_of(self, offset: int) -> torch.Tensor:
+        """Return the key of the group whose numbers begin at an offset."""
+        return self.keys[offset // NUMBERS]
+
+
+@dataclass(frozen=True)
+class SplitWeights:
+    """fp32 weights in two 16-bit tensors: the bf16 weight that the model sees, and the rest of the
+    32 bits, int16.
+
+    As integers, fp32 weight = 2^16 bf16 weight + rest. The bf16 weight is the fp32 weight rounded
+    to nearest, with ties away from zero: with ties to even, two fp32 weights would have one bf16
+    weight and one rest. A source: `store_param_remainders` of Transformer Engine's FusedAdam. A NaN
+    becomes the same NaN for all, with rest 0.
+
+    [Note: rest of another weight]
+    Others may write the bf16 weight between steps. The rest then belongs to another weight, and
+    shifts the new one by at most half a unit in the last place. Beside a weight of 0, a negative
+    rest would make a NaN: it counts as 0. No fp32 weight has such a pair.
+    """
+
+    rests: Sequence[torch.Tensor | None]  # of each rectangle; None: the weight is not split
+    kind: ClassVar[int] = SPLIT
+
+    def lists(self, W: Sequence[torch.Tensor]) -> tuple[list, list]:
+        """Return the lists of weights and of rests for `bind`. Split weights are int16 there, by
+        which kernels know them; the rest of others is a placeholder, and never read.
+        """
+        pairs = list(zip(W, self.rests))
+        weights = [w if rest is None else w.view(torch.int16) for w, rest in pairs]
+        return weights, [[w if rest is None else rest for w, rest in pairs]]
 
 
 class WeightUpdate:
@@ -81,7 +121,7 @@ class WeightUpdate:
         feedback: bool = False,
         factors: Sequence[torch.Tensor] = (),
         keeps: Sequence[torch.Tensor] = (),
-        rounding: StochasticRounding | None = None,
+        rounding: StochasticRounding | SplitWeights | None = None,
     ):
         """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
 
@@ -92,7 +132,8 @@ class WeightUpdate:
         TO_INITIAL. `initial`: W0 with TO_INITIAL, of equal shapes. `sums`: M is a sum, as in
         `Pack`. `factors` of O: (rows, 1) or (1, 1) for each rectangle, all of a kind, contiguous,
         fp32, at fixed addresses. `keeps`: factors of W likewise, (1, 1): then `decay` has no
-        effect. `rounding`: None rounds to nearest; else all weights are bf16.
+        effect. `rounding`: None rounds to nearest; weights with stochastic rounding, and weights
+        with a rest, are bf16.
         """
         self.rounding = rounding
         self.W = list(W)
@@ -113,8 +154,9 @@ class WeightUpdate:
         )
         self.launches = None
         if W and use_triton(W[0].device):
-            lists = [W, O, *([] if M is None else [M]), *([initial] if initial else [])]
-            lists += [] if rounding is None else [rounding.positions]
+            weights, more = (W, []) if rounding is None else rounding.lists(W)
+            lists = [weights, O, *([] if M is None else [M]), *([initial] if initial else [])]
+            lists += more
             keep_rows = self.factors_of == OF_ROWS
             places = () if M is None else (sources, gradients)
             self.launches = bind(lists, *places, keep_rows=keep_rows)
@@ -182,7 +224,7 @@ class WeightUpdate:
                 flags,
                 places,
                 groups,
-                launch.records if self.rounding is None else self.rounding.keys,
+                getattr(self.rounding, "keys", launch.records),
                 int(update_momentum),
                 MOMENTA=self.M is not None,
                 SKIPS=skips,
@@ -190,7 +232,7 @@ class WeightUpdate:
                 DECAY=self.decay,
                 SUMS=self.sums,
                 FACTORS=self.factors_of,
-                ROUNDS=self.rounding is not None,
+                ROUNDS=NEAREST if self.rounding is None else self.rounding.kind,
                 FEEDBACK=self.feedback,
             )
 
@@ -221,14 +263,15 @@ def weight_update_torch(
     initial: Sequence[torch.Tensor] = (),
     factors_of_O: Sequence[torch.Tensor] = (),
     keeps: Sequence[torch.Tensor] = (),
-    rounding: StochasticRounding | None = None,
+    rounding: StochasticRounding | SplitWeights | None = None,
 ) -> None:
     """Compute the weights of `WeightUpdate` in torch, by rectangle, with the bits of the kernel.
 
     `factors`, at the offset of a rectangle: lr, 1 - rate; the rate as element RATE.
     """
+    rests = rounding.rests if isinstance(rounding, SplitWeights) else [None] * len(W)
     for i, (w, o, scale, at) in enumerate(zip(W, O, scales, group_offsets)):
-        wide = w.float()
+        wide = wide_weight(w, rests[i])
         factor = scale * factors[at]
         if factors_of_O:
             factor = factors_of_O[i] if keeps else factor * factors_of_O[i]
@@ -241,10 +284,71 @@ def weight_update_torch(
         else:
             new = wide - (wide - initial[i].float()) * factors[at + RATE]
         new.sub_(o.float().mul(factor))
-        if rounding is not None:
+        if isinstance(rounding, StochasticRounding):
             numbers = rounding.positions[i].tensor(w.device)
-            new = rounded_torch(new, numbers, rounding.keys[at // NUMBERS])
-        w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
+            new = rounded_torch(new, numbers, rounding.key_of(at))
+        write_weight(w, rests[i], new, None if skip is None else skip.is_updated(i))
+
+
+def wide_weight(w: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
+    """Return a weight in fp32, unchanged if it has that dtype; `rest`: of a split weight, else
+    None.
+    """
+    return w.float() if rest is None else joined(w, rest)
+
+
+def write_weight(
+    w: torch.Tensor,
+    rest: torch.Tensor | None,
+    new: torch.Tensor,
+    is_updated: torch.Tensor | None = None,
+) -> None:
+    """Write the fp32 weight `new` to `w` and, of a split weight, to `rest`. `is_updated`: a single
+    bool on the device, False leaves both as they are; None: True.
+    """
+    parts = [(w, new)] if rest is None else list(zip((w, rest), split(new)))
+    for old, part in parts:
+        old.copy_(part if is_updated is None else torch.where(is_updated, part.to(old.dtype), old))
+
+
+def joined(w: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 weights of `SplitWeights`: bf16 weights and int16 rests of equal shapes."""
+    bits = w.view(torch.int16).int() << 16
+    # See [Note: rest of another weight]
+    low = torch.where((bits & 0x7FFFFFFF) == 0, rest.clamp_min(0), rest)
+    return (bits + low).view(torch.float32)
+
+
+def split(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (bf16 weights, int16 rests) of fp32 weights, as in `SplitWeights`."""
+    bits = torch.where(wide.isnan(), 0x7FC00000, wide.view(torch.int32))
+    high = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return high, bits.to(torch.int16)  # the low bits
+
+
+def join_into(out: torch.Tensor, w: torch.Tensor, rest: torch.Tensor) -> None:
+    """Write the fp32 weights of `SplitWeights` to `out`: `joined`, in one launch where all three
+    are contiguous.
+    """
+    if not _launch_halves(_join_kernel, out, w, rest):
+        out.copy_(joined(w, rest))
+
+
+def split_into(wide: torch.Tensor, w: torch.Tensor, rest: torch.Tensor) -> None:
+    """Write fp32 weights to `w` and `rest`: `split`, in one launch where all are contiguous."""
+    if not _launch_halves(_split_kernel, wide, w, rest):
+        write_weight(w, rest, wide)
+
+
+def _launch_halves(kernel: jit, wide: torch.Tensor, w: torch.Tensor, rest: torch.Tensor) -> bool:
+    """Launch `kernel` on contiguous tensors; return False where it cannot run."""
+    tensors = wide, w.view(torch.int16), rest
+    can_run = all(t.is_contiguous() for t in tensors) and use_triton(wide.device)
+    if can_run and wide.numel():
+        arguments = *tensors, wide.numel(), TILE
+        programs = -(-wide.numel() // TILE)
+        kernel.launch(programs, launch_key(*tensors), *arguments, **OPTIONS)
+    return can_run
 
 
 def is_unselected(o: torch.Tensor) -> torch.Tensor:
@@ -366,6 +470,42 @@ def _rounded(values, numbers, key):
     return bits.to(tl.float32, bitcast=True)
 
 
+@jit
+def _joined(weights, rests):
+    """Return the fp32 weights of `SplitWeights`, from bf16 weights as int16, and int16 rests."""
+    bits, low = weights.to(tl.int32) << 16, rests.to(tl.int32)
+    # See [Note: rest of another weight]
+    low = tl.where((bits & 0x7FFFFFFF) == 0, tl.maximum(low, 0), low)
+    return (bits + low).to(tl.float32, bitcast=True)
+
+
+@jit
+def _split(wide):
+    """Return (bf16 weights, rests) of fp32 weights, both as int16, as in `SplitWeights`."""
+    bits = wide.to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+    return ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
+
+
+@jit
+def _join_kernel(wide, weights, rests, count, TILE: tl.constexpr):
+    """Compute `join_into` for a tile; bf16 weights as int16. `count`: of elements."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = place < count
+    w, rest = tl.load(weights + place, mask=inside), tl.load(rests + place, mask=inside)
+    tl.store(wide + place, _joined(w, rest), mask=inside)
+
+
+@jit
+def _split_kernel(wide, weights, rests, count, TILE: tl.constexpr):
+    """Compute `split_into` for a tile. Arguments as of `_join_kernel`."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = place < count
+    w, rest = _split(tl.load(wide + place, mask=inside))
+    tl.store(weights + place, w, mask=inside)
+    tl.store(rests + place, rest, mask=inside)
+
+
 @jit.unspecialized("update_momentum")
 def _update_kernel(
     records,
@@ -399,13 +539,14 @@ def _update_kernel(
     TYPE_5: tl.constexpr = None,
 ):
     """Compute `WeightUpdate` for a block of elements. Lists of the table: W, O; with MOMENTA also
-    M; with DECAY TO_INITIAL also W0; with ROUNDS also positions; with MOMENTA also G.
+    M; with DECAY TO_INITIAL also W0; with ROUNDS STOCHASTIC positions, with SPLIT rests; with
+    MOMENTA also G. Split weights are int16.
 
     `scales`: scale of each record. `sent`: addresses of the factors of O and of W of each record
     (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS, FEEDBACK: form of M.
     `update_momentum`: 0 leaves M alone. `flags`, `places`: see `unskipped`; read if SKIPS only.
-    `groups`: see `group_offset`; read if GROUPED only. `keys`: int64, one for each group; read if
-    ROUNDS only.
+    `groups`: see `group_offset`; read if GROUPED only. `keys`: int64, one for each group; read
+    with STOCHASTIC only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
@@ -421,7 +562,14 @@ def _update_kernel(
     if SKIPS:
         inside = unskipped(inside, blocks, flags, places)
     w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
-    w = tl.load(w_at, mask=inside).to(tl.float32)
+    w = tl.load(w_at, mask=inside)
+    LIST: tl.constexpr = 2 + MOMENTA + (DECAY == 2)  # of positions or rests
+    SPLIT: tl.constexpr = ROUNDS == 2 and TYPE_0 == tl.int16
+    if SPLIT:
+        rest_at = element_pointers(record, row, column, LIST, tl.int16, 0, ACCESS)
+        w = _joined(w, tl.load(rest_at, mask=inside))
+    else:
+        w = w.to(tl.float32)
     o = tl.load(element_pointers(record, row, column, 1, TYPE_1, 0, ACCESS), mask=inside).to(
         tl.float32
     )
@@ -429,9 +577,9 @@ def _update_kernel(
         written = tl.where(update_momentum != 0, inside, False)
         m_at = element_pointers(record, row, column, 2, TYPE_2, 0, ACCESS)
         g_base = gradient_address(record, addresses, FIELDS)
-        if DECAY == 2 and ROUNDS:  # G is behind W0 and the positions
+        if DECAY == 2 and ROUNDS != 0:  # G is behind W0 and the positions or rests
             g_at = element_pointers(record, row, column, 5, TYPE_5, g_base, ACCESS)
-        elif DECAY == 2 or ROUNDS:
+        elif DECAY == 2 or ROUNDS != 0:
             g_at = element_pointers(record, row, column, 4, TYPE_4, g_base, ACCESS)
         else:
             g_at = element_pointers(record, row, column, 3, TYPE_3, g_base, ACCESS)
@@ -462,10 +610,12 @@ def _update_kernel(
             first_at = element_pointers(record, row, column, 2, TYPE_2, 0, ACCESS)
         first = tl.load(first_at, mask=inside).to(tl.float32)
         new = w - (w - first) * tl.load(factors + group + 6) - o * factor
-    if ROUNDS:
-        LIST: tl.constexpr = 2 + MOMENTA + (DECAY == 2)
+    if ROUNDS == 1:  # STOCHASTIC
         numbers = element_numbers(record, row, column, LIST, ACCESS)
         new = _rounded(new, numbers, tl.load(keys + group // 12))  # 12: NUMBERS
+    if SPLIT:
+        new, rest = _split(new)
+        tl.store(rest_at, rest, mask=inside)
     tl.store(w_at, new.to(TYPE_0), mask=inside)
 
 

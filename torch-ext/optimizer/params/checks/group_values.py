@@ -15,6 +15,8 @@ from ...rules.elementwise import elementwise_of
 from ...rules.muon import (
     AMBIGUOUS_SCALES,
     DRAWN_KEY,
+    MASTER_KEY,
+    MASTER_WEIGHTS,
     MOMENTUM_FORMS,
     ROUNDINGS,
     SCALES,
@@ -33,7 +35,8 @@ BELOW_ONE = "a number in [0, 1)"
 
 def check_values(group: dict) -> None:
     """Raise ValueError for a wrong value of eps, adjust_lr_fn, decay, momentum_form, rounding,
-    ns_coefficients, ns_steps, betas, rule or options of the rule: schedules change none of them.
+    master_weights, ns_coefficients, ns_steps, betas, rule or options of the rule: schedules change
+    none of them.
     """
     require(0 <= number_of(group["eps"]) <= FP32_MAX, "eps", group["eps"], FINITE)
     _check_scale(group["adjust_lr_fn"])
@@ -43,6 +46,7 @@ def check_values(group: dict) -> None:
     is_form = isinstance(form, str) and form in MOMENTUM_FORMS
     require(is_form, "momentum_form", form, f"one of {MOMENTUM_FORMS}")
     _check_rounding(group)
+    check_master_weights(group.get(MASTER_KEY))
     count = group.get(STEPS_KEY, 0)
     is_count = type(count) is int and 0 <= count <= SETTLED
     require(is_count, STEPS_KEY, count, f"a whole number from 0 to {SETTLED}, the steps so far")
@@ -69,6 +73,11 @@ def _check_rounding(group: dict) -> None:
         check_seed(key, group[key])
     if rounding == ROUNDINGS[0]:
         return
+    if group.get(MASTER_KEY) is not None:
+        raise ValueError(
+            f"rounding={rounding!r} with {MASTER_KEY}={group[MASTER_KEY]!r}, which keeps all bits "
+            "of a weight, so that nothing is rounded: leave one of them out"
+        )
     if is_adamw(group):
         raise ValueError(
             f"rounding={rounding!r} in a group with use_muon=False: torch's kernels write the "
@@ -80,6 +89,12 @@ def _check_rounding(group: dict) -> None:
             f"rounding={rounding!r} with rule={group['rule']!r}, which writes weights by formulas "
             "of its own, rounded to nearest: leave rounding out, or use another rule"
         )
+
+
+def check_master_weights(value: object) -> None:
+    """Raise ValueError for a wrong value of master_weights."""
+    is_known = value is None or isinstance(value, str) and value in MASTER_WEIGHTS
+    require(is_known, MASTER_KEY, value, f"one of {MASTER_WEIGHTS}")
 
 
 def check_seed(key: str, seed: object) -> None:
