@@ -181,7 +181,7 @@ class Loading:
             for key in [key for key in (*ADAMW, *SPLITS) if key not in own]:
                 group.pop(key, None)
             for key, default in OPTIONAL_KEYS.items():
-                if key not in own and group.get(key) == default:
+                if key in group and key not in own and group[key] == default:
                     del group[key]
             # Saved by an older version or by torch, a group may lack options of this optimizer
             group.update({key: own[key] for key in own if key not in group or key in LABELS})
