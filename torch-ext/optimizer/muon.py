@@ -176,12 +176,7 @@ class Muon(StateDictMethods):
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._rule, self._rule_options = rule, rule_options
-        is_known = isinstance(rounding, str) and rounding in ROUNDINGS
-        require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
-        check_seed("rounding_seed", rounding_seed)
-        self._rounding = rounding, rounding_seed
-        check_master_weights(master_weights)
-        self._master_weights = master_weights
+        self._store_weights_by(rounding, rounding_seed, master_weights)
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
         self._options.check(group_has_ranks=has_process_group(params))
@@ -240,6 +235,17 @@ class Muon(StateDictMethods):
         self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys
         self._master_weights: str | None = None  # of groups without the key
         self._rule_options: dict[str, object] = {}  # of `_rule`, for groups without these keys
+
+    def _store_weights_by(self, rounding: object, seed: object, master_weights: object) -> None:
+        """Keep the arguments that say how new weights are stored, for groups without these keys.
+        Raises ValueError for wrong values.
+        """
+        is_known = isinstance(rounding, str) and rounding in ROUNDINGS
+        require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
+        check_seed("rounding_seed", seed)
+        check_master_weights(master_weights)
+        self._rounding = rounding, seed
+        self._master_weights = master_weights
 
     def _attach_clip(self) -> None:
         """Give `qk_clip` the parameters. Raises TypeError or ValueError if that is impossible."""
