@@ -224,6 +224,11 @@ def rectangles(device, size) -> None:
         pack.Copy.of_gradients([U], sources, [G])([G], addresses)
         pack.Copy([W], [M])()
         update.WeightUpdate([W], [U], [0.5])(numbers)
+        high, rest = (torch.empty_like(W, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+        update.split_into(W, high, rest)
+        halves = update.SplitWeights([rest])
+        update.WeightUpdate([high], [U], [0.5], rounding=halves)(numbers)
+        update.join_into(torch.empty_like(high, dtype=torch.float32), high, rest)
         flags = table.Skip(torch.zeros(1, device=device), (0,))
         check.NonfiniteCheck([(n, width)], sources, [G], flags)(addresses)
 
