@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import warnings
 
@@ -268,8 +269,11 @@ def test_a_load_into_another_layout_goes_on_with_the_bits(kind, then):
         assert all(torch.equal(alone[name], weight) for name, weight in weights.items())
 
 
-def saved_by_torch(rank, world):
-    """State gathered by torch over gloo, which sends no int16, then loaded into a plain optimizer."""
+def saved_by_torch(rank, world, folder):
+    """State gathered by torch over gloo, which sends no int16, or saved by each rank, and loaded into a plain
+    optimizer: (fp32 weights, those of both loads).
+    """
+    from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as dsd
     from torch.distributed.fsdp import fully_shard
 
@@ -295,18 +299,28 @@ def saved_by_torch(rank, world):
     trained(opt, model, 2)
     options = dsd.StateDictOptions(full_state_dict=True)
     state = dsd.get_optimizer_state_dict(model, opt, options=options)
+    dcp.save({"optimizer": dsd.get_optimizer_state_dict(model, opt)}, checkpoint_id=folder)
     weights = {name: w.full_tensor() for name, w in opt.master_weights().items()}
+    (param,) = model.parameters()
+    gathered = part("communication.redistribute").place_like(opt.state[param]["weight_rest"], wide)
+    assert torch.equal(gathered, weights_module().split(weights["0.weight"])[1])
     if rank:
         return None
     other, own = made(False)
     other.load_state_dict({name: weights_module().split(w)[0] for name, w in weights.items()})
     dsd.set_optimizer_state_dict(other, own, state, options=options)
-    return weights["0.weight"], own.master_weights()["0.weight"]
+    found = [own.master_weights()["0.weight"]]
+    own.state.clear()
+    state = {"optimizer": dsd.get_optimizer_state_dict(other, own)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    dsd.set_optimizer_state_dict(other, own, state["optimizer"])
+    return weights["0.weight"], *found, own.master_weights()["0.weight"]
 
 
-def test_torch_gathers_the_state():
-    weight, loaded = run_ranks(2, saved_by_torch)[0]
-    assert torch.equal(weight, loaded) and not torch.equal(weight, weight.to(BF16).float())
+def test_torch_saves_and_gathers_the_state(tmp_path):
+    weight, *loaded = run_ranks(2, saved_by_torch, str(tmp_path))[0]
+    assert not torch.equal(weight, weight.to(BF16).float())
+    assert all(torch.equal(weight, one) for one in loaded)
 
 
 @pytest.mark.parametrize("kind", ["alone", "ddp"])
@@ -389,7 +403,10 @@ def test_bits_go_on_after_a_resume(optimizer, way, tmp_path):
         if way == "state_dict":
             saved = opt.state_dict()
             assert {s["weight_rest"].dtype for s in saved["state"].values()} == {BF16}
-            other.load_state_dict(copy.deepcopy(saved))
+            file = io.BytesIO()
+            torch.save(saved, file)
+            file.seek(0)
+            other.load_state_dict(torch.load(file, weights_only=True))
         else:
             optimizer.export_state(opt, str(tmp_path / "state"))
             optimizer.import_state(other, str(tmp_path / "state"))
