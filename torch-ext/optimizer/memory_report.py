@@ -21,16 +21,16 @@ from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buck
 from .execution.workspace import buffer_name
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
 from .newton_schulz.coefficients import steps_of
-from .params.config import MuonConfig
+from .params.config import AssumedRanks, MuonConfig
 from .params.dtensor import gradient_dtype, is_dtensor, local_of
-from .params.layout import AssumedRanks, Layout, layout_by_rows, ranks_of_group
+from .params.layout import Layout, layout_by_rows, ranks_of_group
 from .params.validation import device_of
 from .planning.cost_model import CostModel
 from .planning.plan import Bucket
 from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
 from .report import as_bytes
-from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of
+from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, temporaries_of
 from .rules.muon import is_split
 from .rules.rule import STATES, keys_of, state_device_and_dtype, state_shape
 
@@ -298,7 +298,7 @@ def _order(key: Key) -> tuple:
     return KINDS.index(kind), -1 if group is None else group, what, dtype or "", where
 
 
-COPIES: Key = ("temporary", "copies of AdamW", None, None, "device")
+COPIES: Key = ("temporary", "copies of elementwise rules", None, None, "device")
 
 
 def _bytes_at(
@@ -317,9 +317,10 @@ def _bytes_at(
                 found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
             for key in keys_of(plan.group_at(i), param):
                 found.update(_state_at(rank, plan, i, key, number, options))
-        if plan.rank_plans is None:
-            # Plans are stepped in turn
-            found[COPIES] = max(found[COPIES], _copied_bytes(rank, plan, options))
+        if not plan.group["use_muon"]:
+            # Plans, and the buckets of a plan, are stepped in turn
+            for members in _stepped_at(rank, plan):
+                found[COPIES] = max(found[COPIES], _copied_bytes(members, plan, options))
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes
@@ -368,22 +369,38 @@ def _state_at(
     return {row: numel * dtype.itemsize}
 
 
-def _copied_bytes(rank: int, plan: Plan, options: MuonConfig) -> int:
-    """Return the bytes of the copies that a step of AdamW, or another elementwise rule, makes at a
-    time where weight, gradient and averages differ in dtype, see `rules.elementwise.step`.
+def _stepped_at(rank: int, plan: Plan) -> list[list[tuple[int, int]]]:
+    """Return lists of (number of a parameter, elements) that a rank steps together, of a plan of an
+    elementwise rule.
     """
-    copied, largest = 0, 0
-    for i, param in enumerate(plan.params):
-        rule = elementwise_of(plan.group_at(i))
+    if plan.rank_plans is None:
+        return [[(i, _numel_at(rank, layout)) for i, layout in enumerate(plan.layouts)]]
+    return [
+        [(p.matrix.param, p.numel) for p in rank_plan.stored if p.owner == rank]
+        for _, rank_plan in plan.rank_plans
+    ]
+
+
+def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonConfig) -> int:
+    """Return the bytes that a step of an elementwise rule makes at a time on a GPU: copies where
+    weight, gradient and averages differ in dtype, and temporaries of foreach operations. See
+    `rules.elementwise.step`. `members`: of `_stepped_at`.
+    """
+    # Parameters that are stepped as copies are stepped apart: has copies -> bytes
+    together, largest = Counter(), Counter()
+    for i, numel in members:
+        group, param = plan.group_at(i), plan.params[i]
+        rule = elementwise_of(group)
         state = state_device_and_dtype(rule.averages[0], param, options.state_dtype)[1]
         wide = torch.promote_types(param.dtype, state)
         is_wide = rule.in_fp32 or is_split(plan.group_at(i), param)
         wide = torch.promote_types(wide, torch.float32) if is_wide else wide
         dtypes = (param.dtype, gradient_dtype(param), *[state] * len(rule.averages))
-        each = sum(wide.itemsize for dtype in dtypes if dtype != wide)
-        copied += each * _numel_at(rank, plan.layouts[i])
-        largest = max(largest, each)
-    return min(copied, MAX_COPIED_ELEMENTS * largest)
+        copied = sum(wide.itemsize for dtype in dtypes if dtype != wide)
+        each = copied + temporaries_of(group) * wide.itemsize
+        together[copied > 0] += each * numel
+        largest[copied > 0] = max(largest[copied > 0], each)
+    return max(min(together[key], MAX_COPIED_ELEMENTS * largest[key]) for key in (False, True))
 
 
 def _table_bytes(plans: Sequence[Plan]) -> int:

@@ -46,9 +46,9 @@ from ..rules.muon import (
 )
 from ..rules.rule import host_constants, rule_of, selection_of, sends_signs
 from ..state import create
-from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
 from .bucket_updates import BucketInputs
 from .cuda_graphs import Graphs, release_before_groups
+from .elementwise_updates import BUCKET_UPDATES, ElementwiseUpdate
 from .fingerprint import StepFingerprint, memory_key
 from .param_store import PlanInputViews, Store
 from .step_inputs import InputBuffers, StepInputs
@@ -521,7 +521,7 @@ class BoundStep:
         early = len(jobs) if jobs and options.overlap_backward else 0
         self.inputs = StepInputs(buffers, self.stores, self.missing, early)
         for job in jobs:
-            apart = options.capturable and isinstance(job[0], AdamWUpdate)
+            apart = options.capturable and isinstance(job[0], ElementwiseUpdate)
             (self.adamw_jobs if apart else self.jobs).append(job)
 
     @property
@@ -594,7 +594,7 @@ def _bind(
             own_graphs = adamw_graphs if options.capturable else None
             name = elementwise_of(plan.group).name.replace("adamw", "AdamW")
             label = f"{name} ({len(plan.params)} parameters, the first {store.names[0]})"
-            jobs.append((AdamWUpdate(store, label, written, own_graphs), plan.group))
+            jobs.append((ElementwiseUpdate(store, label, written, own_graphs), plan.group))
     # Labels count as `plan_report` does, where AdamW's updates come last with capturable
     skipped = len(jobs) if options.capturable else 0
     tasks = sorted_buckets(plans, stores, options)
