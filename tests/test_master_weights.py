@@ -201,6 +201,19 @@ def test_steps_have_the_bits_of_fp32_weights(optimizer, way):
         assert torch.equal(weights_module().split(weight)[0], param)
 
 
+def test_large_parameters_are_stepped_in_pieces(optimizer, monkeypatch):
+    """Of those that torch steps as copies: with the bits of one piece."""
+    results = []
+    for most in (1 << 24, 10):
+        monkeypatch.setattr(part("rules.elementwise"), "MAX_COPIED_ELEMENTS", most)
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(w) for w in random_weights(generator, BF16)]
+        opt = make(params, nonfinite="skip" if most == 10 else "propagate")
+        train(params, opt, generator, 3)
+        results.append(opt.master_weights())
+    assert all(torch.equal(results[0][name], weight) for name, weight in results[1].items())
+
+
 def test_hyperball_keeps_the_norm_of_the_fp32_weight(optimizer):
     """The owner takes norms of the bf16 weights; they are those of the fp32 weights to one part in 10^4."""
     start = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
