@@ -33,12 +33,9 @@ from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, MomentumForm, Pack
 from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..kernels.elementwise.row_scattered import ScatteredMatrices, stays
-from ..kernels.elementwise.weight_update import (
-    TO_INITIAL,
-    SplitWeights,
-    StochasticRounding,
-    WeightUpdate,
-)
+from ..kernels.elementwise.weight_update import TO_INITIAL, StochasticRounding, WeightUpdate
+from ..kernels.quantized.blocks import is_quantized
+from ..kernels.quantized.momentum import QuantizedView
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..pipeline import BucketUpdate, Running
@@ -116,7 +113,8 @@ class BoundUpdate(BucketUpdate):
         if inputs.group["use_muon"]:
             self.rule = rule_of(inputs.group)
             self.selection = selection_of(inputs.group)  # None: matrices are orthogonalized whole
-            self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
+            is_8bit = is_quantized(inputs.options.state_dtype)
+            self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars, is_8bit)
             self.reads_gradients = reads_gradients(self.rule)
             self.weight_dtype = weight_dtype(self.rule, inputs.options.wire_dtype)
             self.adjust_lr_fn = self.rule.adjust_lr_fn or inputs.group["adjust_lr_fn"]
@@ -183,8 +181,12 @@ class BoundUpdate(BucketUpdate):
         """
         if self.bucket.route == "own" and any(p.owner != self.rank for p in pieces):
             return ()
-        momentum = self.store.states(pieces, momentum_key(self.group))
-        return momentum, self.store.sources(pieces), self.store.gradients
+        return self._momenta(pieces), self.store.sources(pieces), self.store.gradients
+
+    def _momenta(self, pieces: Sequence[Piece]) -> list[torch.Tensor] | list[QuantizedView]:
+        """Views of M of `pieces`."""
+        key = momentum_key(self.group)
+        return self.store.momenta(pieces, key, self.options.state_dtype)
 
     def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> AnyPack:
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""
@@ -254,9 +256,8 @@ class BoundUpdate(BucketUpdate):
         if is_stochastic(self.group):
             positions = self.store.positions(pieces)
             found["rounding"] = StochasticRounding(positions, self.store.keys)
-        rests = self.store.rests(pieces)
-        if any(rest is not None for rest in rests):
-            found["rounding"] = SplitWeights(rests)
+        elif (halves := self.store.split_weights(pieces)) is not None:
+            found["rounding"] = halves
         return found
 
     def _groups(self, pieces: Sequence[Piece]) -> list[int]:
@@ -652,7 +653,7 @@ class UnreducedUpdate(OwnerUpdate):
         """Bind launches on whole owned matrices. `sources`: positions of `owned` in the mean."""
         store = self.store
         state = self._stored_state()  # of owned matrices: owners keep state
-        M = store.states(owned, momentum_key(self.group))
+        M = self._momenta(owned)
         skip = store.skip(owned)
         whole = self.stacks.input_view
         means = sources, [self.mean.out]
