@@ -147,7 +147,8 @@ WAYS = {
     "initial": ({"decay": "initial", "momentum_form": "sum"}, {}), "bf16 state": ({"state_dtype": BF16}, {}),
     "adamuon": ({}, {"rule": "adamuon"}), "dion2": ({}, {"rule": "dion2", "select": "row", "blocks": 3}),
     "own rule": ({}, {"rule": own_rule}), "lion": ({"decay": "cautious"}, {"other": {"rule": "lion"}}),
-    "sgd": ({}, {"other": {"rule": "sgd"}}), "skip": ({"nonfinite": "skip"}, {}),
+    "8-bit momentum": ({"state_dtype": torch.int8}, {}), "sgd": ({}, {"other": {"rule": "sgd"}}),
+    "skip": ({"nonfinite": "skip"}, {}),
 }
 
 
