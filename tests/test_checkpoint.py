@@ -29,6 +29,7 @@ WIDE = {"dense.up": (33, 256), "dense.down": (10, 512), "experts.w1": (8, 6, 256
 SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE}  # by `even`
 BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm")  # the others are fp32
 STEPS = 3
+IN = {"8 bits": {"state_dtype": torch.int8}, "halves": {"master_weights": "split16"}}  # after a name
 
 
 def placements_of(layout, world):
@@ -81,7 +82,7 @@ def build(model, name, layout="one process", **more):
     groups = [{"params": matrices[:2], "lr": 0.02, "momentum": 0.9}, {"params": matrices[2:], "lr": 0.05},
               {"params": rest, "use_muon": False, "lr": 0.01}]
     name, _, bits = name.partition(" in ")
-    return getattr(package(), name)(groups, **plain, **more, **{"state_dtype": torch.int8} if bits else {})
+    return getattr(package(), name)(groups, **plain, **more, **IN.get(bits, {}))
 
 
 def initial(shapes):
@@ -133,7 +134,10 @@ def is_part(tensor, full):
         return False
     if hasattr(tensor, "to_local"):
         full, tensor = (t.to_local() for t in (routes.cut(full, tensor.device_mesh, tensor.placements), tensor))
-    return torch.equal(tensor.cpu(), full.cpu())
+    tensor, full = tensor.cpu(), full.cpu()
+    if tensor.dtype == torch.bfloat16:  # rests of split weights are any bits
+        tensor, full = tensor.view(torch.int16), full.view(torch.int16)
+    return torch.equal(tensor, full)
 
 
 def whole_run(rank, world, name, even, device):
@@ -266,6 +270,10 @@ def test_a_run_goes_on_with_its_bits_on_another_layout(chain, tmp_path):
 def test_and_with_8_bit_momentum(tmp_path):
     chain = [("unreduced", 4), ("fsdp columns", 4), ("tp x fsdp", 4)]
     run_chain(chain, "NorMuon in 8 bits", ["nested", "flat"], tmp_path, even="wide")
+
+
+def test_and_with_split_weights(tmp_path):
+    run_chain([("tp x fsdp", 4), ("fsdp columns", 4)], "NorMuon in halves", ["flat"], tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "consolidated safetensors"])
