@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from ...communication.redistribute import place_like
-from ...kernels.elementwise.weight_update import join_into, split
+from ...kernels.elementwise.weight_update import joined, split
 from ...params.dtensor import as_dtensor, is_dtensor, local_of
 from ...params.errors import names_in, shortened, warn_caller
 from ...params.param_groups import clean_name
@@ -101,12 +101,11 @@ def master_weight(param: torch.Tensor, group: dict, state: Mapping) -> torch.Ten
     split weight without state is the parameter.
     """
     local = local_of(param)
+    rest = state.get(REST_KEY)
     if not is_split(group, param):
         found = local.clone()
     else:
-        found = local.float()
-        if (rest := state.get(REST_KEY)) is not None:
-            join_into(found, local, local_of(rest))
+        found = local.float() if rest is None else joined(local, local_of(rest))
     if not is_dtensor(param):
         return found
     return as_dtensor(found, param.shape, param.device_mesh, param.placements, param.stride())
