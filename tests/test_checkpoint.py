@@ -273,7 +273,7 @@ def test_and_with_8_bit_momentum(tmp_path):
 
 
 def test_and_with_split_weights(tmp_path):
-    run_chain([("tp x fsdp", 4), ("fsdp columns", 4)], "NorMuon in halves", ["flat"], tmp_path)
+    run_chain([("tp x fsdp", 4), ("unreduced", 4), ("fsdp columns", 4)], "NorMuon in halves", ["flat"], tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "consolidated safetensors"])

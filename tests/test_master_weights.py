@@ -232,12 +232,16 @@ def test_hyperball_keeps_the_norm_of_the_fp32_weight(optimizer):
     assert (results[1] - results[1].to(BF16)).abs().max() > 0
 
 
+OWNERS = {"owners": {"shard_state": True}, "unreduced": {"grads_are_reduced": False, "wire_dtype": FP32}}
+
+
 def sharded(rank, world, kind, full):
     """(function that places a whole tensor, arguments of the optimizer) of a layout."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     if not kind.startswith("shard"):
-        return lambda t: t, {"process_group": dist.group.WORLD} if kind == "ddp" else {}
+        options = {} if kind == "alone" else {"process_group": dist.group.WORLD}
+        return lambda t: t, options | OWNERS.get(kind, {})
     mesh = init_device_mesh("cpu", (world,))
 
     def placed(t):
@@ -258,7 +262,7 @@ def stepped(rank, world, kind, steps=3, way="muon", then=None, more=None):
     for layout in filter(None, (kind, then)):
         placed, options = sharded(rank, world, layout, full)
         params = [nn.Parameter(placed(w.to(BF16))) for w in full]
-        opt = make(params, way, **options, **(more or {}), workspace_bytes=40_000)
+        opt = make(params, way, **options, **(more or {}), workspace_bytes=60_000)
         if saved is None:
             opt.load_master_weights({f"w{i}": w for i, w in enumerate(full)})
         else:
@@ -269,14 +273,18 @@ def stepped(rank, world, kind, steps=3, way="muon", then=None, more=None):
     return whole(opt.master_weights())
 
 
-@pytest.mark.parametrize("way, kind", [("muon", "shard0"), ("normuon", "shard1"), ("skip", "ddp")])
+@pytest.mark.parametrize("way, kind", [
+    ("muon", "shard0"), ("normuon", "shard1"), ("skip", "ddp"), ("bf16 state", "owners"), ("skip", "owners"),
+    ("muon", "unreduced"), ("lion", "owners")])
 def test_layouts_give_the_bits_of_one_process(way, kind):
-    alone = stepped(0, 1, "alone", way=way)
-    for weights in run_threads(3, stepped, kind, 3, way):
+    more = {"wire_dtype": FP32} if kind == "unreduced" else {}  # the mean of equal gradients is exact then
+    alone = stepped(0, 1, "alone", way=way, more=more)
+    for weights in run_threads(4, stepped, kind, 3, way):
         assert all(torch.equal(alone[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("kind, then", [("shard0", "shard1"), ("shard1", "ddp"), ("ddp", "shard0")])
+@pytest.mark.parametrize("kind, then", [
+    ("shard0", "shard1"), ("shard1", "ddp"), ("ddp", "shard0"), ("owners", "shard0"), ("shard0", "owners")])
 def test_a_load_into_another_layout_goes_on_with_the_bits(kind, then):
     alone = stepped(0, 1, "alone", steps=4)
     for weights in run_threads(3, stepped, kind, 2, "muon", then):
@@ -337,7 +345,7 @@ def test_torch_saves_and_gathers_the_state(tmp_path):
     assert all(torch.equal(weight, one) for one in loaded)
 
 
-@pytest.mark.parametrize("kind", ["alone", "ddp"])
+@pytest.mark.parametrize("kind", ["alone", "ddp", "owners"])
 def test_missing_gradients_and_flagged_ones_leave_both_halves(kind):
     for found in run_threads(2, half_stepped, kind):
         assert found
@@ -520,6 +528,21 @@ def test_memory_is_reported(optimizer):
     assert opt.memory_report().bytes_of("state") == report.bytes_of("state")
 
 
+def owned_bytes(rank, world):
+    """(predicted, measured) bytes of state and workspace of an optimizer whose owners keep the state."""
+    params = [nn.Parameter(w) for w in random_weights(torch.Generator().manual_seed(0), BF16)]
+    opt = make(params, process_group=dist.group.WORLD, shard_state=True)
+    predicted = opt.memory_report()
+    train(params, opt, torch.Generator().manual_seed(0), 1)
+    assert all(opt.state[p]["weight_rest"].shape == p.shape for p in params)
+    return [report.bytes_of(kind) for report in (predicted, opt.memory_report()) for kind in ("state", "workspace")]
+
+
+def test_memory_is_reported_with_state_at_owners():
+    for found in run_threads(3, owned_bytes):
+        assert found[:2] == found[2:]
+
+
 @pytest.mark.parametrize("group, options, error, message", [
     ({}, {"master_weights": "fp32"}, ValueError, "master_weights='fp32' is not allowed: it must be one of"),
     ({"master_weights": True}, {}, ValueError, "master_weights=True is not allowed"),
@@ -535,16 +558,6 @@ def test_fp16_is_refused_with_the_reason(optimizer, use_muon):
     with pytest.raises(ValueError, match="'split16' is for bf16 weights, which are the upper half of an fp32 number"):
         optimizer.Muon([{"params": [nn.Parameter(torch.ones(4, 4, dtype=torch.float16))], "use_muon": use_muon}],
                        master_weights="split16")
-
-
-def owners(rank, world):
-    with pytest.raises(NotImplementedError, match="keeps the rest of a weight where the weight is stored"):
-        make([nn.Parameter(torch.ones(s, dtype=BF16)) for s in SHAPES + OTHERS], process_group=dist.group.WORLD,
-             shard_state=True)
-
-
-def test_state_at_owners_is_refused():
-    run_threads(2, owners)
 
 
 @pytest.mark.parametrize("change, message", [

@@ -82,9 +82,8 @@ def told(rank, world, mode, odd, usual=None):
     return messages, moved
 
 
-# Split weights are refused where owners keep state
-@pytest.mark.parametrize("case, mode", [
-    (case, mode) for case in CASES for mode in MODES if (case, mode) != ("master_weights", "unreduced")])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES)
 def test_the_odd_rank_and_what_it_has_are_told(case, mode, optimizer):
     odd, what = CASES[case]
     for rank, (messages, moved) in enumerate(run_threads(4, told, mode, odd, USUAL.get(case), timeout=20)):

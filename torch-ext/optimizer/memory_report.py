@@ -33,7 +33,7 @@ from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
 from .report import as_bytes
 from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, temporaries_of
-from .rules.muon import is_split
+from .rules.muon import REST_KEY, is_split
 from .rules.rule import STATES, group_state_dtype, keys_of, state_device_and_dtype, state_shape
 
 OPTIMIZER_KINDS = ("state", "workspace", "tables", "graphs", "temporary")
@@ -362,7 +362,7 @@ def _state_at(
         on_device = device.type == param.device.type or param.device.type == "meta"
     else:
         on_device = True
-        if plan.state_rows is not None:
+        if plan.state_rows is not None and key != REST_KEY:
             rows = plan.state_rows[i][ranks_of_group(plan.process_group).index(rank)]
             numel = rows * math.prod(state_shape(param, key, plan.split(i))[1:])
         elif STATES[key].per == "block":
@@ -402,9 +402,12 @@ def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonC
         state = group_state_dtype(group, options.state_dtype)
         state = state_device_and_dtype(rule.averages[0], param, state)[1]
         wide = torch.promote_types(param.dtype, state)
-        is_wide = rule.in_fp32 or is_split(plan.group_at(i), param)
+        is_wide = rule.in_fp32 or is_split(group, param)
         wide = torch.promote_types(wide, torch.float32) if is_wide else wide
-        dtypes = (param.dtype, gradient_dtype(param), *[state] * len(rule.averages))
+        # Owners step fp32 copies of split weights, in the workspace
+        is_fp32 = plan.in_chunks and is_split(group, param)
+        weight = torch.float32 if is_fp32 else param.dtype
+        dtypes = (weight, gradient_dtype(param), *[state] * len(rule.averages))
         copied = sum(wide.itemsize for dtype in dtypes if dtype != wide)
         each = copied + temporaries_of(group) * wide.itemsize
         together[copied > 0] += each * numel

@@ -235,9 +235,15 @@ class Store:
         """Views of the rests of split weights, (rows, columns) of each piece; None if no weight of
         `pieces` is split.
         """
-        rests = [self.rest_of(p.matrix.param) for p in pieces]
-        views = [None if t is None else self._view(t, p) for t, p in zip(rests, pieces)]
+        views = list(map(self.rest_view, pieces))
         return None if all(view is None for view in views) else SplitWeights(views)
+
+    def rest_view(self, piece: Piece) -> torch.Tensor | None:
+        """View of the rest of a piece of a split weight, shaped like that of its weight; None of
+        others.
+        """
+        rest = self.rest_of(piece.matrix.param)
+        return None if rest is None else self._view(rest, piece)
 
     def rest_of(self, number: int) -> torch.Tensor | None:
         """The local rest of a split weight; None of others."""

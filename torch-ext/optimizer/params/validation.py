@@ -446,12 +446,6 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
             "shard_state=True or grads_are_reduced=False only owners keep state: leave these "
             "options out, or use another decay"
         )
-    if group.get(MASTER_KEY) is not None and options.owner_keeps_state:
-        raise NotImplementedError(
-            f"{MASTER_KEY}={group[MASTER_KEY]!r} keeps the rest of a weight where the weight is "
-            "stored, but with shard_state=True or grads_are_reduced=False only owners keep state: "
-            "leave these options out, or keep the weights in fp32"
-        )
     if not group["use_muon"]:
         return
     rule = rule_of(group)

@@ -172,11 +172,10 @@ class Planner:
         # split weights, which have state of their own
         by_dtype = {}
         for p, number in zip(params, group_of):
-            key = (
-                (p.dtype, gradient_dtype(p))
-                if self.options.owner_keeps_state
-                else (p.dtype == torch.float64, is_split(group, p))
-            )
+            key = (p.dtype == torch.float64,)
+            if self.options.owner_keeps_state:
+                key = p.dtype, gradient_dtype(p)
+            key = *key, is_split(groups[number], p)
             by_dtype.setdefault(key, []).append((p, number))
         if self.options.owner_keeps_state:
             return [self._chunks(groups, *zip(*part)) for part in by_dtype.values()]
@@ -332,7 +331,10 @@ class Planner:
         state_dtype = state_device_and_dtype("exp_avg", params[0], dtype)[1]
         inputs = ChunkPlanInputs(
             gradient_dtype(params[0]).itemsize,
-            params[0].dtype.itemsize,
+            # Of split weights both halves are sent, joined
+            (
+                torch.float32 if is_split(groups[group_of[0]], params[0]) else params[0].dtype
+            ).itemsize,
             state_dtype.itemsize,
             self.sends_once,
             self.options.grads_are_reduced,

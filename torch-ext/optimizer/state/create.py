@@ -263,9 +263,9 @@ def create_state(
 
     `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`;
     further state of a rule by `rules.rule.State`; "step", a scalar. `split`: how the parameter is
-    cut into matrices. `rows`: number of rows on this rank if owners keep the state; None: placed
-    like the parameter. Called on every rank, even without local elements: keys of a checkpoint must
-    be equal on all ranks.
+    cut into matrices. `rows`: number of rows on this rank if owners keep the state, except rests of
+    weights; None: placed like the parameter. Called on every rank, even without local elements:
+    keys of a checkpoint must be equal on all ranks.
     """
     keys = tuple(keys)
     # The momentum of the other form is stale: a later change back begins from zero
@@ -284,7 +284,7 @@ def create_state(
                 state[key] = state[key].to(device)
         elif key == "step":
             state[key] = torch.zeros((), dtype=key_dtype, device=device)
-        elif rows is not None:
+        elif rows is not None and key != REST_KEY:  # every rank needs all of a rest
             # Rows of dim 0 only: the state of a 0-D parameter has shape (rows,)
             last = state_shape(param, key, split)[1:]
             state[key] = torch.zeros((rows, *last), dtype=key_dtype, device=device)
