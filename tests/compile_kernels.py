@@ -209,7 +209,7 @@ def others(arch: str, shared: int):
 
     For sm90 each pair of flags of momentum, copies and weight update; elsewhere each form of them once or twice.
     """
-    pack, update, norm, aol, check, quantized = (
+    pack, update, norm, aol, check, quantized, halves = (
         part(f"{name}")
         for name in (
             "kernels.elementwise.momentum",
@@ -218,6 +218,7 @@ def others(arch: str, shared: int):
             "kernels.elementwise.aol",
             "kernels.elementwise.nonfinite_check",
             "kernels.quantized.momentum",
+            "kernels.weights.split",
         )
     )
     table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ACCESS=2, **TYPES)
@@ -226,7 +227,7 @@ def others(arch: str, shared: int):
             table, addresses="*i64", flags="*fp32", places="*i64", ACCESS=access))
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
-        own = dict(groups="*i64", GROUPED=skips)
+        own = dict(groups="*i64", GROUPED=skips, squares="*fp32" if skips else "*i64", COLLECTS=skips)
         fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
         for form in ({"SUMS": False, "CORRECTED": not skips}, {"SUMS": True, "CORRECTED": False}, {"FEEDBACK": True}):
             if arch == "sm90" or form.get("SUMS", not skips) == skips or not skips:
@@ -247,7 +248,7 @@ def others(arch: str, shared: int):
         pairs = [(momenta, decay) for momenta, decay in itertools.product((False, True), (0, 1, 2))
                  if (momenta + decay) % 2 == skips]
         for momenta, decay in pairs if arch == "sm90" else [(True, 0), (skips, 1 + skips)]:
-            rounds = update.STOCHASTIC if skips != (decay == 1) else update.NEAREST
+            rounds = halves.STOCHASTIC if skips != (decay == 1) else halves.NEAREST
             arguments = fresh if momenta else dict(
                 skip, **own, addresses=None, weight=None, update_momentum="i32")
             arguments |= dict(scales="*fp32", sent="*i64", factors="*fp32", MOMENTA=momenta, SUMS=skips, keys="*i64",
@@ -258,11 +259,11 @@ def others(arch: str, shared: int):
                     arguments, DECAY=decay, FACTORS=0, ROUNDS=0, SUMS=False, FEEDBACK=True))
             if momenta and decay != 1:
                 yield compile_for(arch, update._update_kernel, dict(
-                    arguments, DECAY=decay, FACTORS=0, ROUNDS=update.SPLIT, TYPE_0=triton.language.int16))
+                    arguments, DECAY=decay, FACTORS=0, ROUNDS=halves.SPLIT, TYPE_0=triton.language.int16))
             if decay == 0:
                 for kind in (dict(DECAY=3, FACTORS=1), dict(DECAY=0, FACTORS=1), dict(DECAY=0, FACTORS=2, ACCESS=1)):
                     yield compile_for(arch, update._update_kernel, {**arguments, **kind, "ROUNDS": rounds})
-    for kernel in (update._join_kernel, update._split_kernel):
+    for kernel in (halves._join_kernel, halves._split_kernel):
         yield compile_for(arch, kernel, dict(wide="*fp32", weights="*i16", rests="*i16", count="i32", TILE=4096),
                           num_warps=8, enable_fp_fusion=False)
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",

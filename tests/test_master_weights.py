@@ -21,7 +21,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def weights_module():
-    return part("kernels.elementwise.weight_update")
+    return part("kernels.weights.split")
 
 
 def fp32_of(*bits: int) -> torch.Tensor:
@@ -68,6 +68,7 @@ def test_nans_stay_nans_and_a_rest_of_another_weight_makes_none(optimizer):
 @pytest.mark.parametrize("decay, momenta", [(0, False), (1, True), (2, True)])
 def test_kernel_and_torch_give_the_same_bits(part, device, monkeypatch, decay, momenta):
     update, tables = part("kernels.elementwise.weight_update"), part("kernels.elementwise.multi_tensor")
+    halves_of = part("kernels.weights.split")
     shapes = [(3, 40), (5, 7), (4, 8)]
     generator = torch.Generator().manual_seed(decay)
 
@@ -81,17 +82,17 @@ def test_kernel_and_torch_give_the_same_bits(part, device, monkeypatch, decay, m
     flags = tables.Skip(torch.tensor([0.0, 1.0], device=device), (0, 1, 0))
 
     def run(is_split):
-        halves = [update.split(w) for w in wide]
+        halves = [halves_of.split(w) for w in wide]
         W = [high.clone() for high, _ in halves] if is_split else [w.clone() for w in wide]
         rests = [rest.clone() for _, rest in halves]
         W[2], m = wide[2].clone(), [t.clone() for t in M]
         sources = [tables.Source(i, 0, g.stride()) for i, g in enumerate(G)]
         own = (m, sources, G) if momenta else (None, (), ())
-        rounding = update.SplitWeights([*rests[:2], None]) if is_split else None
+        rounding = halves_of.SplitWeights([*rests[:2], None]) if is_split else None
         bound = update.WeightUpdate(W, O, [0.3] * 3, flags, *own, None, decay, first if decay == 2 else (),
                                     rounding=rounding)
         bound(numbers, G, torch.tensor([g.data_ptr() for g in G], device=device), numbers[4:])
-        found = [update.joined(w, rest) for w, rest in zip(W[:2], rests)] if is_split else W[:2]
+        found = [halves_of.joined(w, rest) for w, rest in zip(W[:2], rests)] if is_split else W[:2]
         return [t.nan_to_num(7.0).view(torch.int32) for t in (*found, W[2], *m)], W[1].clone()
 
     results = []
@@ -99,7 +100,7 @@ def test_kernel_and_torch_give_the_same_bits(part, device, monkeypatch, decay, m
         take(path, monkeypatch)
         for is_split in (False, True):
             found, skipped = run(is_split)
-            assert torch.equal(skipped, update.split(wide[1])[0] if is_split else wide[1])
+            assert torch.equal(skipped, halves_of.split(wide[1])[0] if is_split else wide[1])
             results.append(found)
     for found in results:
         assert all(map(torch.equal, found, results[0]))
@@ -107,16 +108,16 @@ def test_kernel_and_torch_give_the_same_bits(part, device, monkeypatch, decay, m
 
 @pytest.mark.interpreter
 def test_halves_are_joined_and_split_alike_in_one_launch(part, device, monkeypatch):
-    update = part("kernels.elementwise.weight_update")
+    halves_of = part("kernels.weights.split")
     base = torch.randn(70, 66, device=device)
     for wide in (base, base[:, :33], base[:0], base[0, 0]):
         results = []
         for path in ("torch", "triton"):
             take(path, monkeypatch)
             high, rest = (torch.empty_like(wide, dtype=dtype) for dtype in (BF16, torch.int16))
-            update.split_into(wide, high, rest)
+            halves_of.split_into(wide, high, rest)
             back = torch.full_like(wide, 7.0)
-            update.join_into(back, high, rest)
+            halves_of.join_into(back, high, rest)
             assert torch.equal(back, wide)
             results.append((high, rest))
         assert all(map(torch.equal, *results))

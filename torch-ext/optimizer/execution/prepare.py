@@ -22,6 +22,7 @@ from ..communication.nonfinite import FlagBuffers, NonfiniteFlags
 from ..communication.plan_check import check_plans
 from ..communication.process_groups import ProcessGroups, world_now
 from ..kernels.backend import capturing
+from ..metrics.collector import sampled_matrices
 from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
 from ..params.dtensor import form_of, is_dtensor, local_of
@@ -36,14 +37,7 @@ from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
 from ..rules.elementwise import elementwise_of
-from ..rules.muon import (
-    MASTER_KEY,
-    STEPS_KEY,
-    comparable_scale,
-    is_corrected,
-    is_stochastic,
-    is_sum,
-)
+from ..rules.muon import STEPS_KEY, comparable_scale, is_corrected, is_stochastic, is_sum
 from ..rules.rule import host_constants, rule_of, selection_of, sends_signs
 from ..state import create
 from .bucket_updates import BucketInputs
@@ -206,7 +200,8 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["use_muon"],
         group["adjust_lr_fn"],
         form_of_decay(group),
-        (is_sum(group), is_corrected(group), is_stochastic(group), group.get(MASTER_KEY)),
+        (is_sum(group), is_corrected(group), is_stochastic(group)),
+        group.get("master_weights"),
         (rule_of if group["use_muon"] else elementwise_of)(group),
         group["use_muon"] and sends_signs(group),
         selection,
@@ -261,8 +256,8 @@ GRADIENTS_MOVED = (
     "AdamW's step is not replayed, since gradients lie elsewhere or a number other than lr changed"
 )
 PARAMETERS_CHANGED = (
-    "the step is not replayed, since parameters, their memory or the form of gradients changed or "
-    "a gradient is missing"
+    "the step is not replayed, since parameters, their memory, the form of gradients or "
+    "collect_metrics changed or a gradient is missing"
 )
 
 
@@ -320,13 +315,15 @@ class Preparation:
         own: Sequence[MuonConfig],
         compared: MuonConfig,
         scaled: bool,
+        collects: bool,
         hook: StepHook | None,
     ) -> None:
         """Plan if parameters or placements changed, bind if memory or the form of gradients did.
 
         `options`: of the optimizer. `own`: of each parameter group. `compared`: the options for the
         comparison of ranks, with `unscale_in_step` resolved. `scaled`: a GradScaler decides about
-        the step. `hook`: is told of state that moves, and of written buckets.
+        the step. `collects`: the step collects metrics. `hook`: is told of state that moves, and of
+        written buckets.
         """
         check_changed_groups(groups, own)
         if None in self._plan_keys.values():
@@ -348,20 +345,20 @@ class Preparation:
                 self._memory_key = self._param_forms = self.fingerprint = None
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
-        key = *memory_key(params, state, groups), scaled
+        key = *memory_key(params, state, groups), scaled, collects
         if key != self._memory_key:
             forms = [form_of(p) for p in params]
             self.forget_memory()  # if binding fails
             # A parameter was cast, or placed otherwise, in place: plan again
             if self._param_forms not in (None, forms):
                 self.drop_plans(options)
-                return self.prepare(groups, state, options, own, compared, scaled, hook)
+                return self.prepare(groups, state, options, own, compared, scaled, collects, hook)
             nonfinite = "raise" if scaled else options.nonfinite
-            self._bind_plans(plans, state, options, nonfinite, groups, own, hook)
+            self._bind_plans(plans, state, options, nonfinite, groups, own, collects, hook)
             self._memory_key = key
             self._param_forms = forms
         # After planning, which may create state
-        self.fingerprint = StepFingerprint(groups, state, scaled)
+        self.fingerprint = StepFingerprint(groups, state, scaled, collects)
 
     def _bind_plans(
         self,
@@ -371,9 +368,10 @@ class Preparation:
         nonfinite: str,
         groups: Sequence[dict],
         own: Sequence[MuonConfig],
+        collects: bool,
         hook: StepHook | None,
     ) -> None:
-        """Replace `bound`. `nonfinite`: as in `Muon`. `groups`, `own`, `hook`: as in `prepare`."""
+        """Replace `bound`. `nonfinite`: as in `Muon`. Further arguments as in `prepare`."""
         device = device_of(groups)
         self.bound.missing.wait()
         self.graphs.warn_once(PARAMETERS_CHANGED)
@@ -389,6 +387,7 @@ class Preparation:
             hook,
             groups,
             own,
+            collects,
         )
         if options.capturable and self.graphs.on:
             self.process_groups.check_capturable()
@@ -476,10 +475,12 @@ class BoundStep:
         hook: StepHook | None = None,
         groups: Sequence[dict] = (),
         own: Sequence[MuonConfig] = (),
+        collects: bool = False,
     ) -> None:
         """`graphs`: (of `jobs`, of `adamw_jobs`). `nonfinite`: as in `Muon`. `hook`: the last of
         `hooks`, and told of written buckets. `groups`: live parameter groups. `own`: options of
-        each group. Raises RuntimeError for a parameter whose memory was freed.
+        each group. `collects`: metrics are collected. Raises RuntimeError for a parameter whose
+        memory was freed.
         """
         self.jobs: list[Job] = []  # in the order of the pipeline
         # With capturable=True: AdamW where parameters are stored, in a CUDA graph of its own,
@@ -490,7 +491,8 @@ class BoundStep:
         device = local_of(plans[0].params[0]).device if plans else torch.device("cpu")
         buffers = InputBuffers(plans, flag_counts(plans), device)
         flags = None if nonfinite == "propagate" else FlagBuffers(plans, device)
-        self.stores = _make_stores(plans, state, buffers, flags)  # one for each plan
+        self.collects = collects
+        self.stores = _make_stores(plans, state, buffers, flags, collects)  # one for each plan
         self.counting = [group for group in groups if STEPS_KEY in group]
         # Even without parameters on this rank: the check is collective, and other ranks may have
         # some
@@ -552,7 +554,11 @@ def _all_told(*hooks: StepHook | None) -> Callable[[BucketUpdate], None] | None:
 
 
 def _make_stores(
-    plans: Sequence[Plan], state: dict | None, buffers: InputBuffers, flags: FlagBuffers | None
+    plans: Sequence[Plan],
+    state: dict | None,
+    buffers: InputBuffers,
+    flags: FlagBuffers | None,
+    collects: bool,
 ) -> list[Store]:
     """A store for each plan. Raises RuntimeError for a parameter whose memory was freed, or whose
     strides have changed so that its split cannot view them.
@@ -565,13 +571,14 @@ def _make_stores(
                     f"parameter {plan.names[number]} has no memory: it was freed, and has to "
                     "be materialized again before the step"
                 )
-    of_plans = [()] * len(plans)  # (flags, first flag of each parameter) of each plan
+    of_plans = [(None, {})] * len(plans)  # (flags, first flag of each parameter) of each plan
     if flags is not None:
         of_plans = [(flags.flags, offset) for offset in flags.flag_offset]
+    sampled = sampled_matrices(plans) if collects else [None] * len(plans)
     return [
-        Store(plan, state, PlanInputViews(*views, *flags_of))
-        for plan, *views, flags_of in zip(
-            plans, buffers.addresses, buffers.scalars, buffers.keys, of_plans
+        Store(plan, state, PlanInputViews(*views, *flags_of, matrices))
+        for plan, *views, flags_of, matrices in zip(
+            plans, buffers.addresses, buffers.scalars, buffers.keys, of_plans, sampled
         )
     ]
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ..communication.nonfinite import NonfiniteFlags, reduce_maximum
 from ..communication.process_groups import ProcessGroups, Ranks, world_now
-from ..kernels.elementwise.weight_update import join_into, split_into
+from ..kernels.weights.split import join_into, split_into
 from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, local_of

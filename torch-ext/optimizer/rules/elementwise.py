@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ..kernels.elementwise.weight_update import CAUTIOUS, RATE, TO_INITIAL, join_into, split_into
+from ..kernels.elementwise.weight_update import CAUTIOUS, RATE, TO_INITIAL
+from ..kernels.weights.split import join_into, split_into
 from .decay import DECOUPLED, INITIAL_KEY, form_of, rate_of
 from .muon import REST_KEY, is_split
 

@@ -132,7 +132,7 @@ def count_drawn(groups: Iterable[dict[str, Any]]) -> None:
 
 
 # Allowed values of `master_weights`. None: a weight is its parameter. "split16": an fp32 weight is
-# a bf16 parameter and state REST_KEY (kernels/elementwise/weight_update.py, `SplitWeights`)
+# a bf16 parameter and state REST_KEY (kernels/weights/split.py, `SplitWeights`)
 MASTER_WEIGHTS = (None, "split16")
 MASTER_KEY, REST_KEY = "master_weights", "weight_rest"
 

@@ -18,17 +18,20 @@ from typing import Any
 import torch
 
 from ..kernels.elementwise.momentum import MomentumForm, Pack, copy_torch, gradients_or_momenta
-from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
-from ..kernels.elementwise.row_scattered import ScatteredRows
-from ..kernels.elementwise.weight_update import (
-    ALL,
-    StochasticRounding,
-    WeightUpdate,
-    wide_weight,
-    write_weight,
+from ..kernels.elementwise.multi_tensor import (
+    NUMBERS,
+    Skip,
+    Source,
+    Squares,
+    rows_of,
+    write_momentum_squares,
+    write_squares,
 )
+from ..kernels.elementwise.row_scattered import ScatteredRows
+from ..kernels.elementwise.weight_update import ALL, StochasticRounding, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
 from ..kernels.quantized.momentum import QuantizedMomentum, UpdateWithMomentum
+from ..kernels.weights.split import wide_copies, wide_weight, wide_weights, write_weight
 from ..newton_schulz.selection import Block, Selection, choose, gather, scatter, starts_of
 from .rule import Numbers, Rule, Units, overrides, rule_name, sends_signs, writes_weights
 
@@ -62,13 +65,16 @@ class Phases:
         self.has_after = overrides(rule, "after")
         self.has_update = overrides(rule, "update")
 
-    def pack(self, *arguments: Any) -> Pack | PackByRule | QuantizedMomentum:
+    def pack(
+        self, *arguments: Any, squares: Squares | None = None
+    ) -> Pack | PackByRule | QuantizedMomentum:
         """Bind phase 1; arguments of `Pack`."""
         if self.is_8bit:
-            return QuantizedMomentum(*arguments, signs=sends_signs(self.group))
+            signs = sends_signs(self.group)
+            return QuantizedMomentum(*arguments, signs=signs, squares=squares)
         if not self.has_update:
-            return Pack(*arguments, signs=sends_signs(self.group))
-        return PackByRule(self._update, *arguments)
+            return Pack(*arguments, signs=sends_signs(self.group), squares=squares)
+        return PackByRule(self._update, *arguments, squares=squares)
 
     def weight_update(
         self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **forms: Any
@@ -82,7 +88,14 @@ class Phases:
             return self._weight_update(sent, *arguments, **forms)
         # Refuses "feedback", with which M depends on O
         momentum = QuantizedMomentum(
-            M, None, sources, gradients, skip, groups, forms["momentum_form"]
+            M,
+            None,
+            sources,
+            gradients,
+            skip,
+            groups,
+            forms["momentum_form"],
+            squares=forms.get("squares"),
         )
         update = self._weight_update(sent, W, O, scales, skip, None, (), (), groups, **forms)
         return UpdateWithMomentum(update, momentum)
@@ -106,8 +119,11 @@ class Phases:
             return WeightUpdate(*arguments, **forms, **factors)
         if not writes_weights(rule):
             return WeightUpdate(*arguments, **forms)
+        squares = forms.get("squares")
         rests = () if rounding is None else rounding.rests
-        return WeightUpdateByRule(self._write, self._update, sent, rests, *arguments)
+        return WeightUpdateByRule(
+            self._write, self._update, sent, rests, *arguments, squares=squares
+        )
 
     def _update(
         self, G: torch.Tensor, M: torch.Tensor, group: int
@@ -217,6 +233,7 @@ class PackByRule:
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
         form: MomentumForm = "ema",
+        squares: Squares | None = None,
     ) -> None:
         """Arguments of `Pack`, after `update`. `form` is "ema": validation refuses "sum" and
         "bias_corrected", and "feedback" is of rules without an `update`.
@@ -227,6 +244,8 @@ class PackByRule:
         self.sources = list(sources)
         self.skip = skip
         self.groups = list(groups or [0] * len(self.M))
+        self.squares = squares
+        self.rows = rows_of(squares, None, len(self.M), self.M[0].device if self.M else None)
 
     def __call__(
         self,
@@ -239,8 +258,11 @@ class PackByRule:
         """Write U and, with `update_momentum`, M, as `Pack`. `addresses`, `weight` and `nesterov`
         are not read: `update` knows its numbers.
         """
-        if not in_dry_run():
-            write_updates(self, tensors, self.U, update_momentum)
+        if in_dry_run():
+            return
+        write_updates(self, tensors, self.U, update_momentum)
+        if self.squares is not None:
+            write_momentum_squares(*self.rows, self.M, update_momentum)
 
 
 def write_updates(
@@ -282,6 +304,7 @@ class WeightUpdateByRule:
         sources: Sequence[Source] = (),
         gradients: Sequence[torch.Tensor] = (),
         groups: Sequence[int] | None = None,
+        squares: Squares | None = None,
     ) -> None:
         """Arguments of `WeightUpdate`, after `write`, `update`, the numbers `sent` for each
         rectangle, and the rests of split weights (() if none is split).
@@ -297,6 +320,8 @@ class WeightUpdateByRule:
         self.M = M
         self.sources = sources
         self.groups = list(groups or [0] * len(self.W))
+        self.squares = squares
+        self.rows = rows_of(squares, None, len(self.W), self.W[0].device if self.W else None)
 
     def __call__(
         self,
@@ -311,12 +336,17 @@ class WeightUpdateByRule:
         """
         if in_dry_run():
             return
-        if self.M is not None and update_momentum:
+        writes_momenta = self.M is not None and update_momentum
+        if writes_momenta:
             write_updates(self, tensors, (), True)
+        old = [] if self.squares is None else wide_copies(self.W, self.rests)
         for i, (w, o, rest) in enumerate(zip(self.W, self.O, self.rests)):
             wide = wide_weight(w, rest)
             new = self.write(wide, o.float(), self.scales[i], self.sent[i], self.groups[i])
             write_weight(w, rest, new, None if self.skip is None else self.skip.is_updated(i))
+        if self.squares is not None:
+            W = wide_weights(self.W, self.rests)
+            write_squares(*self.rows, old, W, self.M if writes_momenta else None)
 
 
 class SelectedStack:

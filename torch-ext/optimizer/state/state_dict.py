@@ -677,10 +677,8 @@ def _restored_state(
         if key == "step":
             value = value.reshape(())
         # Rows of owner state stay rows; the next step moves the rows to the owners
-        elif (
-            not options.owner_keeps_state
-            or key == REST_KEY
-            or not is_by_rows(value, options.process_group)
+        elif key == REST_KEY or not (
+            options.owner_keeps_state and is_by_rows(value, options.process_group)
         ):
             value = place_like(value, param)
         local = local_of(value)

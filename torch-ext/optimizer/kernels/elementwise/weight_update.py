@@ -10,12 +10,24 @@ import torch
 
 from ..backend import use_triton
 from ..launch.jit import jit, launch_key
+from ..weights.split import (
+    NEAREST,
+    STOCHASTIC,
+    SplitWeights,
+    joined_tile,
+    split_tile,
+    wide_copies,
+    wide_weight,
+    wide_weights,
+    write_weight,
+)
 from .momentum import MomentumForm, fed, gradients_or_momenta, lerp, summed
 from .multi_tensor import (
     NUMBERS,
     Positions,
     Skip,
     Source,
+    Squares,
     bind,
     element_numbers,
     element_pointers,
@@ -23,9 +35,12 @@ from .multi_tensor import (
     group_offset,
     groups_of,
     locate,
+    rows_of,
     run,
     skips_of,
+    total_square,
     unskipped,
+    write_squares,
 )
 from .norms import BLOCK, OPTIONS, TILE, Groups, inverse, new, number_of, total_of
 from .row_scattered import ScatteredMatrices, matrix_at, memory_of_matrices
@@ -38,8 +53,6 @@ ALL, CAUTIOUS, TO_INITIAL, BY_FACTORS = 0, 1, 2, 3
 # Factors of O from the owner: none, one for each rectangle, one for each row
 NO_FACTORS, OF_MATRICES, OF_ROWS = 0, 1, 2
 RATE = 6  # element of a group's numbers with the rate of decay, see `rules.rule.device_scalars`
-# How new weights are stored: rounded to nearest, rounded stochastically, or split in two tensors
-NEAREST, STOCHASTIC, SPLIT = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -63,34 +76,6 @@ class StochasticRounding:
     def key_of(self, offset: int) -> torch.Tensor:
         """Return the key of the group whose numbers begin at an offset."""
         return self.keys[offset // NUMBERS]
-
-
-@dataclass(frozen=True)
-class SplitWeights:
-    """fp32 weights in two 16-bit tensors: the bf16 weight that the model sees, and the rest of the
-    32 bits, int16.
-
-    As integers, fp32 weight = 2^16 bf16 weight + rest. The bf16 weight is the fp32 weight rounded
-    to nearest, with ties away from zero: with ties to even, two fp32 weights would have one bf16
-    weight and one rest. A source: `store_param_remainders` of Transformer Engine's FusedAdam. A NaN
-    becomes the same NaN for all, with rest 0.
-
-    [Note: rest of another weight]
-    Others may write the bf16 weight between steps. The rest then belongs to another weight, and
-    shifts the new one by at most half a unit in the last place. Beside a weight of 0, a negative
-    rest would make a NaN: it counts as 0. No fp32 weight has such a pair.
-    """
-
-    rests: Sequence[torch.Tensor | None]  # of each rectangle; None: the weight is not split
-    kind: ClassVar[int] = SPLIT
-
-    def lists(self, W: Sequence[torch.Tensor]) -> tuple[list, list]:
-        """Return the lists of weights and of rests for `bind`. Split weights are int16 there, by
-        which kernels know them; the rest of others is a placeholder, and never read.
-        """
-        pairs = list(zip(W, self.rests))
-        weights = [w if rest is None else w.view(torch.int16) for w, rest in pairs]
-        return weights, [[w if rest is None else rest for w, rest in pairs]]
 
 
 class WeightUpdate:
@@ -121,6 +106,7 @@ class WeightUpdate:
         factors: Sequence[torch.Tensor] = (),
         keeps: Sequence[torch.Tensor] = (),
         rounding: StochasticRounding | SplitWeights | None = None,
+        squares: Squares | None = None,
     ):
         """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
 
@@ -132,7 +118,7 @@ class WeightUpdate:
         `Pack`. `factors` of O: (rows, 1) or (1, 1) for each rectangle, all of a kind, contiguous,
         fp32, at fixed addresses. `keeps`: factors of W likewise, (1, 1): then `decay` has no
         effect. `rounding`: None rounds to nearest; weights with stochastic rounding, and weights
-        with a rest, are bf16.
+        with a rest, are bf16. `squares`: filled by each call; None: no sums are made.
         """
         self.rounding = rounding
         self.W = list(W)
@@ -158,6 +144,8 @@ class WeightUpdate:
             keep_rows = self.factors_of == OF_ROWS
             places = () if M is None else (sources, gradients)
             self.launches = bind(lists, *places, keep_rows=keep_rows)
+        self.squares = squares
+        self.rows = rows_of(squares, self.launches, len(W), self.scales.device)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.W)]
@@ -193,23 +181,9 @@ class WeightUpdate:
         if not self.W:
             return
         if self.launches is None:
-            if self.M is not None and update_momentum:
-                self._update_momenta(tensors, weight)
-            return weight_update_torch(
-                self.W,
-                self.O,
-                self.scales,
-                factors,
-                self.group_offsets,
-                self.skip,
-                self.decay,
-                self.initial,
-                self.factors,
-                self.keeps,
-                self.rounding,
-            )
-        for launch, scales, sent, (flags, places, skips), (groups, grouped) in zip(
-            self.launches, self.scales_of, self.sent_of, self.skips, self.groups
+            return self._call_torch(factors, tensors, weight, update_momentum)
+        for launch, scales, sent, (flags, places, skips), (groups, grouped), rows in zip(
+            self.launches, self.scales_of, self.sent_of, self.skips, self.groups, self.rows
         ):
             run(
                 _update_kernel,
@@ -223,6 +197,7 @@ class WeightUpdate:
                 places,
                 groups,
                 getattr(self.rounding, "keys", launch.records),
+                rows,
                 int(update_momentum),
                 MOMENTA=self.M is not None,
                 SKIPS=skips,
@@ -232,7 +207,38 @@ class WeightUpdate:
                 FACTORS=self.factors_of,
                 ROUNDS=NEAREST if self.rounding is None else self.rounding.kind,
                 FEEDBACK=self.momentum_form == "feedback",
+                COLLECTS=self.squares is not None,
             )
+
+    def _call_torch(
+        self,
+        factors: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        weight: torch.Tensor | None,
+        update_momentum: bool,
+    ) -> None:
+        """Compute the call in torch, with the bits of the kernel."""
+        writes_momenta = self.M is not None and update_momentum
+        if writes_momenta:
+            self._update_momenta(tensors, weight)
+        rests = getattr(self.rounding, "rests", ())
+        old = [] if self.squares is None else wide_copies(self.W, rests)
+        weight_update_torch(
+            self.W,
+            self.O,
+            self.scales,
+            factors,
+            self.group_offsets,
+            self.skip,
+            self.decay,
+            self.initial,
+            self.factors,
+            self.keeps,
+            self.rounding,
+        )
+        if self.squares is not None:
+            W = wide_weights(self.W, rests)
+            write_squares(*self.rows, old, W, self.M if writes_momenta else None)
 
     def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
         """Write M in torch, with the bits of the kernel. Arguments as for `__call__`."""
@@ -286,67 +292,6 @@ def weight_update_torch(
             numbers = rounding.positions[i].tensor(w.device)
             new = rounded_torch(new, numbers, rounding.key_of(at))
         write_weight(w, rests[i], new, None if skip is None else skip.is_updated(i))
-
-
-def wide_weight(w: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
-    """Return a weight in fp32, unchanged if it has that dtype; `rest`: of a split weight, else
-    None.
-    """
-    return w.float() if rest is None else joined(w, rest)
-
-
-def write_weight(
-    w: torch.Tensor,
-    rest: torch.Tensor | None,
-    new: torch.Tensor,
-    is_updated: torch.Tensor | None = None,
-) -> None:
-    """Write the fp32 weight `new` to `w` and, of a split weight, to `rest`. `is_updated`: a single
-    bool on the device, False leaves both as they are; None: True.
-    """
-    parts = [(w, new)] if rest is None else list(zip((w, rest), split(new)))
-    for old, part in parts:
-        old.copy_(part if is_updated is None else torch.where(is_updated, part.to(old.dtype), old))
-
-
-def joined(w: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 weights of `SplitWeights`: bf16 weights and int16 rests of equal shapes."""
-    bits = w.view(torch.int16).int() << 16
-    # See [Note: rest of another weight]
-    low = torch.where((bits & 0x7FFFFFFF) == 0, rest.clamp_min(0), rest)
-    return (bits + low).view(torch.float32)
-
-
-def split(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (bf16 weights, int16 rests) of fp32 weights, as in `SplitWeights`."""
-    bits = torch.where(wide.isnan(), 0x7FC00000, wide.view(torch.int32))
-    high = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-    return high, bits.to(torch.int16)  # the low bits
-
-
-def join_into(out: torch.Tensor, w: torch.Tensor, rest: torch.Tensor) -> None:
-    """Write the fp32 weights of `SplitWeights` to `out`: `joined`, in one launch where all three
-    are contiguous.
-    """
-    if not _launch_halves(_join_kernel, out, w, rest):
-        out.copy_(joined(w, rest))
-
-
-def split_into(wide: torch.Tensor, w: torch.Tensor, rest: torch.Tensor) -> None:
-    """Write fp32 weights to `w` and `rest`: `split`, in one launch where all are contiguous."""
-    if not _launch_halves(_split_kernel, wide, w, rest):
-        write_weight(w, rest, wide)
-
-
-def _launch_halves(kernel: jit, wide: torch.Tensor, w: torch.Tensor, rest: torch.Tensor) -> bool:
-    """Launch `kernel` on contiguous tensors; return False where it cannot run."""
-    tensors = wide, w.view(torch.int16), rest
-    can_run = all(t.is_contiguous() for t in tensors) and use_triton(wide.device)
-    if can_run and wide.numel():
-        arguments = *tensors, wide.numel(), TILE
-        programs = -(-wide.numel() // TILE)
-        kernel.launch(programs, launch_key(*tensors), *arguments, **OPTIONS)
-    return can_run
 
 
 def is_unselected(o: torch.Tensor) -> torch.Tensor:
@@ -468,42 +413,6 @@ def _rounded(values, numbers, key):
     return bits.to(tl.float32, bitcast=True)
 
 
-@jit
-def _joined(weights, rests):
-    """Return the fp32 weights of `SplitWeights`, from bf16 weights as int16, and int16 rests."""
-    bits, low = weights.to(tl.int32) << 16, rests.to(tl.int32)
-    # See [Note: rest of another weight]
-    low = tl.where((bits & 0x7FFFFFFF) == 0, tl.maximum(low, 0), low)
-    return (bits + low).to(tl.float32, bitcast=True)
-
-
-@jit
-def _split(wide):
-    """Return (bf16 weights, rests) of fp32 weights, both as int16, as in `SplitWeights`."""
-    bits = wide.to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
-    return ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
-
-
-@jit
-def _join_kernel(wide, weights, rests, count, TILE: tl.constexpr):
-    """Compute `join_into` for a tile; bf16 weights as int16. `count`: of elements."""
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = place < count
-    w, rest = tl.load(weights + place, mask=inside), tl.load(rests + place, mask=inside)
-    tl.store(wide + place, _joined(w, rest), mask=inside)
-
-
-@jit
-def _split_kernel(wide, weights, rests, count, TILE: tl.constexpr):
-    """Compute `split_into` for a tile. Arguments as of `_join_kernel`."""
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = place < count
-    w, rest = _split(tl.load(wide + place, mask=inside))
-    tl.store(weights + place, w, mask=inside)
-    tl.store(rests + place, rest, mask=inside)
-
-
 @jit.unspecialized("update_momentum")
 def _update_kernel(
     records,
@@ -517,6 +426,7 @@ def _update_kernel(
     places,
     groups,
     keys,
+    squares,
     update_momentum,
     MOMENTA: tl.constexpr,
     SKIPS: tl.constexpr,
@@ -526,6 +436,7 @@ def _update_kernel(
     FACTORS: tl.constexpr,
     ROUNDS: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    COLLECTS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -544,7 +455,7 @@ def _update_kernel(
     (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS, FEEDBACK: form of M.
     `update_momentum`: 0 leaves M alone. `flags`, `places`: see `unskipped`; read if SKIPS only.
     `groups`: see `group_offset`; read if GROUPED only. `keys`: int64, one for each group; read
-    with STOCHASTIC only.
+    with STOCHASTIC only. `squares`: a row of `Squares` for each program; written if COLLECTS only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
@@ -557,20 +468,20 @@ def _update_kernel(
         else:
             sent_factor = tl.load(factor_at)
         factor = sent_factor if DECAY == 3 else factor * sent_factor
+    stored = inside
     if SKIPS:
         inside = unskipped(inside, blocks, flags, places)
+    stored = stored if COLLECTS else inside  # sums need the values of skipped rectangles, too
     w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
-    w = tl.load(w_at, mask=inside)
+    w = tl.load(w_at, mask=stored)
     LIST: tl.constexpr = 2 + MOMENTA + (DECAY == 2)  # of positions or rests
     SPLIT: tl.constexpr = ROUNDS == 2 and TYPE_0 == tl.int16
     if SPLIT:
         rest_at = element_pointers(record, row, column, LIST, tl.int16, 0, ACCESS)
-        w = _joined(w, tl.load(rest_at, mask=inside))
-    else:
-        w = w.to(tl.float32)
-    o = tl.load(element_pointers(record, row, column, 1, TYPE_1, 0, ACCESS), mask=inside).to(
-        tl.float32
-    )
+        w = joined_tile(w, tl.load(rest_at, mask=stored))
+    w = w.to(tl.float32)
+    o_at = element_pointers(record, row, column, 1, TYPE_1, 0, ACCESS)
+    o = tl.load(o_at, mask=inside).to(tl.float32)
     if MOMENTA:
         written = tl.where(update_momentum != 0, inside, False)
         m_at = element_pointers(record, row, column, 2, TYPE_2, 0, ACCESS)
@@ -581,7 +492,9 @@ def _update_kernel(
             g_at = element_pointers(record, row, column, 4, TYPE_4, g_base, ACCESS)
         else:
             g_at = element_pointers(record, row, column, 3, TYPE_3, g_base, ACCESS)
-        m = tl.load(m_at, mask=written).to(tl.float32)
+        counted = tl.where(update_momentum != 0, stored, False)
+        m = tl.load(m_at, mask=counted).to(tl.float32)
+        old_m = m
         if FEEDBACK:
             g = tl.load(g_at, mask=written).to(tl.float32)
             m = g * tl.load(weight + group) + m
@@ -593,6 +506,11 @@ def _update_kernel(
         else:
             m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
         tl.store(m_at, m.to(TYPE_2), mask=written)
+        if COLLECTS:
+            new_m = tl.where(written, m.to(TYPE_2).to(tl.float32), old_m)
+            momentum_square = total_square(new_m, counted, ACCESS)
+    elif COLLECTS:
+        momentum_square = 0.0
     if DECAY == 3:  # BY_FACTORS
         keep = tl.load(tl.load(sent + 2 * number + 1).to(tl.pointer_type(tl.float32)))
         new = w * keep - o * factor
@@ -612,9 +530,18 @@ def _update_kernel(
         numbers = element_numbers(record, row, column, LIST, ACCESS)
         new = _rounded(new, numbers, tl.load(keys + group // 12))  # 12: NUMBERS
     if SPLIT:
-        new, rest = _split(new)
+        half, rest = split_tile(new)
         tl.store(rest_at, rest, mask=inside)
-    tl.store(w_at, new.to(TYPE_0), mask=inside)
+    else:
+        half = new.to(TYPE_0)
+        new = half.to(tl.float32)
+    tl.store(w_at, half, mask=inside)
+    if COLLECTS:
+        new = tl.where(inside, new, w)
+        squares_at = squares + tl.program_id(0).to(tl.int64) * 3
+        tl.store(squares_at, total_square(new - w, stored, ACCESS))
+        tl.store(squares_at + 1, total_square(new, stored, ACCESS))
+        tl.store(squares_at + 2, momentum_square)
 
 
 @jit

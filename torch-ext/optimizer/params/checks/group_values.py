@@ -52,7 +52,6 @@ def check_values(group: dict) -> None:
     is_form = isinstance(form, str) and form in MOMENTUM_FORMS
     require(is_form, "momentum_form", form, f"one of {MOMENTUM_FORMS}")
     check_rounding(group)
-    check_master_weights(group.get(MASTER_KEY))
     check_counts(group)
     steps_of(group["ns_coefficients"], group["ns_steps"])
     other = elementwise_of(group) if is_adamw(group) else None
@@ -73,11 +72,14 @@ def check_rounding(group: Mapping) -> None:
     rounding = group.get("rounding", ROUNDINGS[0])
     is_known = isinstance(rounding, str) and rounding in ROUNDINGS
     require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
+    halves = group.get(MASTER_KEY)
+    is_known = halves is None or isinstance(halves, str) and halves in MASTER_WEIGHTS
+    require(is_known, MASTER_KEY, halves, f"one of {MASTER_WEIGHTS}")
     if rounding == ROUNDINGS[0]:
         return
-    if group.get(MASTER_KEY) is not None:
+    if halves is not None:
         raise ValueError(
-            f"rounding={rounding!r} with {MASTER_KEY}={group[MASTER_KEY]!r}, which keeps all bits "
+            f"rounding={rounding!r} with {MASTER_KEY}={halves!r}, which keeps all bits "
             "of a weight, so that nothing is rounded: leave one of them out"
         )
     if is_adamw(group):
@@ -91,12 +93,6 @@ def check_rounding(group: Mapping) -> None:
             f"rounding={rounding!r} with rule={group['rule']!r}, which writes weights by formulas "
             "of its own, rounded to nearest: leave rounding out, or use another rule"
         )
-
-
-def check_master_weights(value: object) -> None:
-    """Raise ValueError for a wrong value of master_weights."""
-    is_known = value is None or isinstance(value, str) and value in MASTER_WEIGHTS
-    require(is_known, MASTER_KEY, value, f"one of {MASTER_WEIGHTS}")
 
 
 def check_counts(group: Mapping) -> None:

@@ -1,4 +1,4 @@
-"""Split weights (`SplitWeights` in kernels/elementwise/weight_update.py) outside of a step: their
+"""Split weights (`SplitWeights` in kernels/weights/split.py) outside of a step: their
 rests in state dicts, and fp32 weights that users read and write.
 
 [Note: rests in state dicts]
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from ...communication.redistribute import place_like
-from ...kernels.elementwise.weight_update import joined, split
+from ...kernels.weights.split import joined, split
 from ...params.dtensor import as_dtensor, is_dtensor, local_of
 from ...params.errors import names_in, shortened, warn_caller
 from ...params.param_groups import clean_name
