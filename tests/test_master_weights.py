@@ -64,6 +64,7 @@ def test_nans_stay_nans_and_a_rest_of_another_weight_makes_none(optimizer):
         assert ((wide - weights.float()).abs() <= unit.abs() / 2).all()
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the largest number, squared
 @pytest.mark.interpreter
 @pytest.mark.parametrize("decay, momenta", [(0, False), (1, True), (2, True)])
 def test_kernel_and_torch_give_the_same_bits(part, device, monkeypatch, decay, momenta):
@@ -88,22 +89,24 @@ def test_kernel_and_torch_give_the_same_bits(part, device, monkeypatch, decay, m
         W[2], m = wide[2].clone(), [t.clone() for t in M]
         sources = [tables.Source(i, 0, g.stride()) for i, g in enumerate(G)]
         own = (m, sources, G) if momenta else (None, (), ())
-        rounding = halves_of.SplitWeights([*rests[:2], None]) if is_split else None
+        rounding, squares = halves_of.SplitWeights([*rests[:2], None]) if is_split else None, tables.Squares()
         bound = update.WeightUpdate(W, O, [0.3] * 3, flags, *own, None, decay, first if decay == 2 else (),
-                                    rounding=rounding)
+                                    rounding=rounding, squares=squares)
         bound(numbers, G, torch.tensor([g.data_ptr() for g in G], device=device), numbers[4:])
         found = [halves_of.joined(w, rest) for w, rest in zip(W[:2], rests)] if is_split else W[:2]
+        sums.append(squares.totals(3))
         return [t.nan_to_num(7.0).view(torch.int32) for t in (*found, W[2], *m)], W[1].clone()
 
-    results = []
+    results, sums = [], []
     for path in ("torch", "triton"):
         take(path, monkeypatch)
         for is_split in (False, True):
             found, skipped = run(is_split)
             assert torch.equal(skipped, halves_of.split(wide[1])[0] if is_split else wide[1])
             results.append(found)
-    for found in results:
+    for found, totals in zip(results, sums):
         assert all(map(torch.equal, found, results[0]))
+        torch.testing.assert_close(totals, sums[0], rtol=1e-5, atol=0, equal_nan=True)
 
 
 @pytest.mark.interpreter
@@ -188,13 +191,16 @@ def test_steps_have_the_bits_of_fp32_weights(optimizer, way):
     start = random_weights(torch.Generator().manual_seed(1))
     if way == "initial":  # initial weights are kept in the dtype of the parameter
         start = [w.to(BF16).float() for w in start]
-    results = []
+    results, metrics = [], []
     for dtype in (FP32, BF16):
         params = [nn.Parameter(w.to(dtype, copy=True)) for w in start]
         opt = make(params, way, split=dtype == BF16)
         opt.load_master_weights({f"w{i}": w for i, w in enumerate(start)})
+        opt.collect_metrics = way != "muon"
         train(params, opt, torch.Generator().manual_seed(2), 100 if way in ("muon", "normuon") else 8)
         results.append(opt.master_weights())
+        metrics.append(opt.metrics(per_parameter=True) if way != "muon" else None)
+    assert metrics[0] == metrics[1]
     assert all(t.dtype == FP32 for found in results for t in found.values())
     for name, weight in results[0].items():
         assert torch.equal(weight, results[1][name]), name
