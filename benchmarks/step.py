@@ -53,6 +53,7 @@ MESHES = {  # mode -> (mesh shape for W ranks, placements as letters)
     **dict.fromkeys(("ddp", "ddp_sharded", "reduce", "allreduce", "single"), lambda W: None),
 }
 IN_8_BITS = ("muon_int8", "normuon_int8")  # with 8-bit momentum
+IN_BF16 = ("muon_bf16", "muon_split16")  # with bf16 weights and gradients, rounded to nearest or as halves of fp32
 RULES = ("normuon_columns", "normuon_aspect", "adamuon", "muon_plus", "hyperball", "scion", "dion2",
          "dion3")  # by name, of matrices
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
@@ -98,7 +99,7 @@ def arguments():
     parser.add_argument("--models", nargs="+", default=["gpt2_124m"], choices=MODELS, help="which models' matrices")
     parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=MESHES, help="how the parameters are laid out")
     parser.add_argument("--optimizers", nargs="+", default=["muon"],
-                        choices=["muon", "normuon", *IN_8_BITS, *RULES])
+                        choices=["muon", "normuon", *IN_8_BITS, *IN_BF16, *RULES])
     parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph", "replay"],
                         help="graph: step() with capturable=True; replay: of a CUDA graph of one's own that holds a "
                         "step, which is how peers are timed under a graph")
@@ -154,10 +155,11 @@ class Measurement:
         self.rank, self.ranks, self.device, self.options = rank, ranks, device, options
         self.model, self.layers, self.mode, self.optimizer, self.run = model, layers, mode, optimizer, run
         self.shapes = shapes_of(model, layers)
-        self.params = parameters(self.shapes, mode, ranks, device)
+        dtype = torch.bfloat16 if optimizer in IN_BF16 else torch.float32
+        self.params = parameters(self.shapes, mode, ranks, device, dtype)
         self.opt = self.make()
-        in_8_bits = optimizer in IN_8_BITS
-        self.state = self.opt.init_state() if in_8_bits else create_state(self.opt, self.params, mode)
+        has_more = optimizer in (*IN_8_BITS, "muon_split16")  # than momentum in fp32
+        self.state = self.opt.init_state() if has_more else create_state(self.opt, self.params, mode)
         self.flat = flatten([p.grad for p in self.params]) if mode == "allreduce" else []
         if self.flat:
             give_back(self.params, self.flat)
@@ -173,6 +175,8 @@ class Measurement:
         rule = {"rule": self.optimizer} if self.optimizer in RULES else {}
         if self.optimizer in IN_8_BITS:
             rule = {"state_dtype": torch.int8}
+        if self.optimizer == "muon_split16":
+            rule = {"master_weights": "split16"}
         return kind(
             self.params, **rule, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=self.mode != "reduce",
             shard_state=self.mode == "ddp_sharded", capturable=self.run == "graph",
@@ -272,7 +276,7 @@ def create_state(opt, params, mode):
         opt.state[p]["momentum_buffer"] = torch.zeros_like(p.detach(), dtype=torch.float32)
 
 
-def parameters(shapes, mode, ranks, device) -> list:
+def parameters(shapes, mode, ranks, device, dtype=torch.float32) -> list:
     """Parameters with gradients, as DTensors on the mode's mesh or plain and equal on all ranks."""
     layout, generator = MESHES[mode](ranks), torch.Generator(device).manual_seed(0)
     if layout is not None:
@@ -282,7 +286,7 @@ def parameters(shapes, mode, ranks, device) -> list:
         placements = [Replicate() if letter == "R" else Shard(int(letter)) for letter in layout[1]]
 
     def normal(shape, size):
-        whole = size * torch.randn(shape, device=device, generator=generator)
+        whole = (size * torch.randn(shape, device=device, generator=generator)).to(dtype)
         if layout is None:
             return whole
         return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()  # not a view of the whole

@@ -209,7 +209,7 @@ def others(arch: str, shared: int):
 
     For sm90 each pair of flags of momentum, copies and weight update; elsewhere each form of them once or twice.
     """
-    pack, update, norm, aol, check, quantized = (
+    pack, update, norm, aol, check, quantized, halves = (
         part(f"{name}")
         for name in (
             "kernels.elementwise.momentum",
@@ -218,6 +218,7 @@ def others(arch: str, shared: int):
             "kernels.elementwise.aol",
             "kernels.elementwise.nonfinite_check",
             "kernels.quantized.momentum",
+            "kernels.weights.split",
         )
     )
     table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ACCESS=2, **TYPES)
@@ -247,7 +248,7 @@ def others(arch: str, shared: int):
         pairs = [(momenta, decay) for momenta, decay in itertools.product((False, True), (0, 1, 2))
                  if (momenta + decay) % 2 == skips]
         for momenta, decay in pairs if arch == "sm90" else [(True, 0), (skips, 1 + skips)]:
-            rounds = skips != (decay == 1)
+            rounds = halves.STOCHASTIC if skips != (decay == 1) else halves.NEAREST
             arguments = fresh if momenta else dict(
                 skip, **own, addresses=None, weight=None, update_momentum="i32")
             arguments |= dict(scales="*fp32", sent="*i64", factors="*fp32", MOMENTA=momenta, SUMS=skips, keys="*i64",
@@ -255,10 +256,16 @@ def others(arch: str, shared: int):
             yield compile_for(arch, update._update_kernel, dict(arguments, DECAY=decay, FACTORS=0, ROUNDS=rounds))
             if momenta:
                 yield compile_for(arch, update._update_kernel, dict(
-                    arguments, DECAY=decay, FACTORS=0, ROUNDS=False, SUMS=False, FEEDBACK=True))
+                    arguments, DECAY=decay, FACTORS=0, ROUNDS=0, SUMS=False, FEEDBACK=True))
+            if momenta and decay != 1:
+                yield compile_for(arch, update._update_kernel, dict(
+                    arguments, DECAY=decay, FACTORS=0, ROUNDS=halves.SPLIT, TYPE_0=triton.language.int16))
             if decay == 0:
                 for kind in (dict(DECAY=3, FACTORS=1), dict(DECAY=0, FACTORS=1), dict(DECAY=0, FACTORS=2, ACCESS=1)):
                     yield compile_for(arch, update._update_kernel, {**arguments, **kind, "ROUNDS": rounds})
+    for kernel in (halves._join_kernel, halves._split_kernel):
+        yield compile_for(arch, kernel, dict(wide="*fp32", weights="*i16", rests="*i16", count="i32", TILE=4096),
+                          num_warps=8, enable_fp_fusion=False)
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  programs="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, o_strides=ROW_MAJOR, v_strides=("i32", 1, 1),
                  x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0,

@@ -38,6 +38,7 @@ SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE, "rules": BY_ROWS, "column rul
 BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm",  # the others are fp32
         "dense.hyperball", "dense.scion", "rest.lion", "experts.normuon_aspect")
 STEPS = 3
+IN = {"8 bits": {"state_dtype": torch.int8}, "halves": {"master_weights": "split16"}}  # after a name
 
 
 def placements_of(layout, world):
@@ -94,7 +95,7 @@ def build(model, name, layout="one process", **more):
     groups = [{"params": matrices[:2], "lr": 0.02, "momentum": 0.9}, {"params": matrices[2:], "lr": 0.05},
               {"params": rest, "use_muon": False, "lr": 0.01}]
     name, _, bits = name.partition(" in ")
-    return getattr(package(), name)(groups, **plain, **more, **{"state_dtype": torch.int8} if bits else {})
+    return getattr(package(), name)(groups, **plain, **more, **IN.get(bits, {}))
 
 
 def initial(shapes):
@@ -146,7 +147,10 @@ def is_part(tensor, full):
         return False
     if hasattr(tensor, "to_local"):
         full, tensor = (t.to_local() for t in (routes.cut(full, tensor.device_mesh, tensor.placements), tensor))
-    return torch.equal(tensor.cpu(), full.cpu())
+    tensor, full = tensor.cpu(), full.cpu()
+    if tensor.dtype == torch.bfloat16:  # rests of split weights are any bits
+        tensor, full = tensor.view(torch.int16), full.view(torch.int16)
+    return torch.equal(tensor, full)
 
 
 def whole_run(rank, world, name, even, device, count):
@@ -299,6 +303,10 @@ def test_each_rule_has_its_parameter():
     rules = part("rules.rule").RULES.items()
     own = {name for name, rule in rules if type(rule).__module__.startswith(f"{package().__name__}.")}
     assert {leaf for kind, leaf in leaves if kind != "rest"} == own
+
+
+def test_and_with_split_weights(tmp_path):
+    run_chain([("tp x fsdp", 4), ("unreduced", 4), ("fsdp columns", 4)], "NorMuon in halves", ["flat"], tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "consolidated safetensors"])

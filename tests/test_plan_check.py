@@ -36,6 +36,7 @@ def build(mode, name, shapes, split=3, dtype=torch.float32, dim=0, group=(), **o
 CORRECTED, ROUNDED = {"momentum_form": "bias_corrected"}, {"rounding": "stochastic"}
 USUAL = {  # of the other ranks, where it is not the default
     "beta2": {"name": "NorMuon"}, "momentum_steps": {"group": CORRECTED}, "radius": {"group": {"rule": "scion"}},
+    "master_weights": {"dtype": torch.bfloat16},
     **dict.fromkeys(("rounding_seed", "rounding_step"), {"group": ROUNDED, "dtype": torch.bfloat16}),
 }
 # what the odd rank has; what it is told
@@ -58,6 +59,7 @@ CASES = {
     "momentum_steps": ({"group": CORRECTED | {"momentum_steps": 2}}, "group option momentum_steps"),
     "rounding_seed": ({"group": ROUNDED | {"rounding_seed": 2}}, "group option rounding_seed"),
     "rounding_step": ({"group": ROUNDED | {"rounding_step": 2}}, "group option rounding_step"),
+    "master_weights": ({"group": {"master_weights": "split16"}}, "group option master_weights"),
     "radius": ({"group": {"rule": "scion", "radius": 2.0}}, "group option rule options"),
     "wire_dtype": ({"wire_dtype": torch.float32}, "wire_dtype"),
     "state_dtype": ({"state_dtype": torch.bfloat16}, "state_dtype"),

@@ -205,7 +205,7 @@ def rows(device, size) -> None:
 
 def rectangles(device, size) -> None:
     """Momentum, copies and updates: rectangles without gaps and others."""
-    pack, table, update, check, quantized, blocks = (
+    pack, table, update, check, quantized, blocks, halves = (
         part(f"{name}")
         for name in (
             "kernels.elementwise.momentum",
@@ -214,6 +214,7 @@ def rectangles(device, size) -> None:
             "kernels.elementwise.nonfinite_check",
             "kernels.quantized.momentum",
             "kernels.quantized.blocks",
+            "kernels.weights.split",
         )
     )
     n, m = size["sides"]
@@ -228,6 +229,11 @@ def rectangles(device, size) -> None:
         pack.Copy.of_gradients([U], sources, [G])([G], addresses)
         pack.Copy([W], [M])()
         update.WeightUpdate([W], [U], [0.5])(numbers)
+        high, rest = (torch.empty_like(W, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+        halves.split_into(W, high, rest)
+        split = halves.SplitWeights([rest])
+        update.WeightUpdate([high], [U], [0.5], rounding=split)(numbers)
+        halves.join_into(torch.empty_like(high, dtype=torch.float32), high, rest)
         flags = table.Skip(torch.zeros(1, device=device), (0,))
         check.NonfiniteCheck([(n, width)], sources, [G], flags)(addresses)
 

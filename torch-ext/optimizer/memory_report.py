@@ -32,12 +32,13 @@ from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
 from .report import as_bytes
 from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, temporaries_of
+from .rules.muon import REST_KEY, is_split
 from .rules.rule import (
     STATES,
     group_state_dtype,
+    keys_of,
     rule_of,
     state_device_and_dtype,
-    state_keys,
     state_shape,
 )
 
@@ -325,7 +326,7 @@ def _bytes_at(
             dtypes = {"weights": param.dtype, "gradients": gradient_dtype(param)}
             for kind, dtype in dtypes.items():
                 found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
-            for key in state_keys(plan.group_at(i), options.state_dtype):
+            for key in keys_of(plan.group_at(i), param, options.state_dtype):
                 found.update(_state_at(rank, plan, i, key, number, options))
         if not plan.group["use_muon"]:
             # Plans, and the buckets of a plan, are stepped in turn
@@ -369,7 +370,7 @@ def _state_at(
         on_device = device.type == param.device.type or param.device.type == "meta"
     else:
         on_device = True
-        if plan.state_rows is not None:
+        if plan.state_rows is not None and key != REST_KEY:
             rows = plan.state_rows[i][ranks_of_group(plan.process_group).index(rank)]
             numel = rows * math.prod(state_shape(param, key, plan.split(i))[1:])
         elif STATES[key].per == "block":
@@ -417,7 +418,7 @@ def _old_bytes(i: int, numel: int, plan: Plan, options: MuonConfig) -> int:
     """Return the bytes of copies of the weight and state of parameter `i`, without step counts."""
     group, param = plan.group_at(i), plan.params[i]
     dtype = group_state_dtype(group, options.state_dtype)
-    keys = [key for key in state_keys(group, options.state_dtype) if key != "step"]
+    keys = [key for key in keys_of(group, param, options.state_dtype) if key != "step"]
     state = [state_device_and_dtype(key, param, dtype)[1] for key in keys]
     return numel * sum(dtype.itemsize for dtype in (param.dtype, *state))
 
@@ -435,8 +436,12 @@ def _temporary_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: Mu
         state = group_state_dtype(group, options.state_dtype)
         state = state_device_and_dtype(rule.averages[0], param, state)[1]
         wide = torch.promote_types(param.dtype, state)
-        wide = torch.promote_types(wide, torch.float32) if rule.in_fp32 else wide
-        dtypes = (param.dtype, gradient_dtype(param), *[state] * len(rule.averages))
+        is_wide = rule.in_fp32 or is_split(group, param)
+        wide = torch.promote_types(wide, torch.float32) if is_wide else wide
+        # Owners step fp32 copies of split weights, in the workspace
+        is_fp32 = plan.in_chunks and is_split(group, param)
+        weight = torch.float32 if is_fp32 else param.dtype
+        dtypes = (weight, gradient_dtype(param), *[state] * len(rule.averages))
         copied = sum(wide.itemsize for dtype in dtypes if dtype != wide)
         each = copied + temporaries_of(group) * wide.itemsize
         together[copied > 0] += each * numel

@@ -28,7 +28,7 @@ from .execution.prepare import BoundStep, Preparation
 from .memory_report import MemoryReport
 from .metrics_methods import MetricsMethods
 from .params import units, validation
-from .params.checks.group_values import check_counts, check_rounding, require
+from .params.checks import group_values
 from .params.checks.memory import check_memory
 from .params.config import AssumedRanks, MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
@@ -40,6 +40,7 @@ from .report import Report, Stopwatch, report_of
 from .rules import check
 from .rules.decay import DECOUPLED
 from .rules.muon import (
+    MASTER_KEY,
     MOMENTUM_FORMS,
     ROUNDINGS,
     STEPS_KEY,
@@ -99,6 +100,8 @@ class Muon(MetricsMethods):
     rounding ("nearest"), rounding_seed (0): of the bf16 weights of Muon's groups. "stochastic":
         up or down at random, so that many small updates move a weight as far as in fp32
         (docs/memory.md). Equal bits on all layouts; `state_dict` keeps seed and count of steps.
+    master_weights (None): "split16": fp32 weights of bf16 parameters, in all groups. State
+        `weight_rest` (int16) has the bits that bf16 lacks (docs/memory.md).
     rule (None): what a step computes, in groups without a key `rule`: a name of docs/rules.md or a
         subclass of `Rule`. Options of the rule are keys of groups, and arguments beside `rule`.
         None: "muon", in `NorMuon` "normuon".
@@ -164,6 +167,7 @@ class Muon(MetricsMethods):
         momentum_form: str = MOMENTUM_FORMS[0],
         rounding: str = ROUNDINGS[0],
         rounding_seed: int = 0,
+        master_weights: str | None = None,
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
@@ -171,10 +175,7 @@ class Muon(MetricsMethods):
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._rule, self._rule_options = rule, rule_options
-        of_rounding = {"rounding": rounding, "rounding_seed": rounding_seed}
-        check_rounding(of_rounding)
-        check_counts(of_rounding)
-        self._rounding = rounding, rounding_seed
+        self._store_weights_by(rounding, rounding_seed, master_weights)
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
         self._options.check(group_has_ranks=has_process_group(params))
@@ -232,7 +233,16 @@ class Muon(MetricsMethods):
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
         self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys
+        self._master_weights: str | None = None  # of groups without the key
         self._rule_options: dict[str, object] = {}  # of `_rule`, for groups without these keys
+
+    def _store_weights_by(self, rounding: object, seed: object, master_weights: object) -> None:
+        """Keep the arguments on how new weights are stored; raises ValueError for wrong ones."""
+        given = {"rounding": rounding, "rounding_seed": seed, MASTER_KEY: master_weights}
+        group_values.check_rounding(given)
+        group_values.check_counts(given)
+        self._rounding = rounding, seed
+        self._master_weights = master_weights
 
     def _attach_clip(self) -> None:
         """Give `qk_clip` the parameters. Raises TypeError or ValueError if that is impossible."""
@@ -268,7 +278,7 @@ class Muon(MetricsMethods):
 
     @collect_metrics.setter
     def collect_metrics(self, on: bool) -> None:
-        require(isinstance(on, bool), "collect_metrics", on, "True or False")
+        group_values.require(isinstance(on, bool), "collect_metrics", on, "True or False")
         self._itself()._collects = on
 
     @waits_for_updates
@@ -313,6 +323,8 @@ class Muon(MetricsMethods):
         """Give a new group the name and the options of its rule, and its own `split`, with the
         attributes of parameters read into it.
         """
+        if self._master_weights is not None:
+            group.setdefault(MASTER_KEY, self._master_weights)
         if validation.is_adamw(group):
             return
         check.adopt(group, self._rule, validation.GROUP_KEYS, self._rule_options)

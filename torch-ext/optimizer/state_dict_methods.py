@@ -6,19 +6,29 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
 from .communication.owner_state import Shared, state_for_checkpoint
 from .execution.overlap.forward import ForwardOverlapMethods, waits_for_updates
 from .params.config import MuonConfig
+from .params.dtensor import local_of
 from .params.errors import names_in
 from .params.own_process_groups import Choice
 from .planning.plan import bucket_sort_key
 from .rules import rule as rules
+from .rules.muon import REST_KEY
 from .rules.rule import sharded_keys
 from .state import create
 from .state.consolidated import check_target, consolidate
 from .state.state_dict import Loading, called_by_checkpoint, without_functions, without_splits
+from .state.weights.split import (
+    local_weights,
+    master_weight,
+    members_by_name,
+    with_shown_rests,
+    write_parameter,
+)
 
 
 class StateDictMethods(ForwardOverlapMethods):
@@ -57,6 +67,39 @@ class StateDictMethods(ForwardOverlapMethods):
         self._adopt_state()
 
     @waits_for_updates
+    @torch.no_grad()
+    def master_weights(self) -> dict[str, torch.Tensor]:
+        """Copies of all weights: {name without prefixes of wrappers: weight}. In fp32 of weights
+        that are split with master_weights="split16", else in the dtype of the parameter. DTensors
+        have the placements of their parameters. No communication. Raises ValueError for parameters
+        without a name.
+        """
+        members = members_by_name(self.param_groups)
+        return {name: master_weight(p, group, self.state.get(p, {})) for name, p, group in members}
+
+    @waits_for_updates
+    @torch.no_grad()
+    def load_master_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Write weights to all parameters, by name, and the bits beyond bf16 of weights that are
+        split with master_weights="split16" to their state. Creates missing state (`init_state`).
+
+        `weights`: whole tensors, or DTensors of any placements, such as an fp32 model's state_dict
+        or the result of `master_weights`; further names are ignored. Collective if DTensors have
+        other placements than the parameters. Raises ValueError, before any change, for a missing
+        weight, another shape, and parameters without a name.
+        """
+        self._backward_overlap.raise_if_started("load_master_weights")
+        self._adopt_state()
+        members = list(members_by_name(self.param_groups))
+        found = local_weights(members, weights)
+        rests = [write_parameter(p, group, w) for (_, p, group), w in zip(members, found)]
+        # After the weights are written, which decay="initial" copies
+        self.init_state()
+        for (_, param, _), rest in zip(members, rests):
+            if rest is not None and param.requires_grad:
+                local_of(self.state[param][REST_KEY]).copy_(rest)
+
+    @waits_for_updates
     def state_dict(self) -> dict:
         """As in torch; for torch.distributed.checkpoint, missing state is created (`init_state`). A
         function as adjust_lr_fn is not saved: a load keeps the function of the optimizer.
@@ -67,7 +110,7 @@ class StateDictMethods(ForwardOverlapMethods):
         Warns after a step that failed half-way.
         """
         by_checkpoint = called_by_checkpoint()
-        saved = without_functions(self._saved(by_checkpoint))
+        saved = with_shown_rests(without_functions(self._saved(by_checkpoint)))
         return without_splits(saved) if by_checkpoint else saved
 
     def _saved(self, by_checkpoint: bool) -> dict:
@@ -194,6 +237,7 @@ class StateDictMethods(ForwardOverlapMethods):
             "_adamw": self._adamw,
             "_rule": self._rule,
             "_rounding": self._rounding,
+            "_master_weights": self._master_weights,
             "_rule_options": self._rule_options,
             "_rule_origins": rules.origins(self.param_groups),
             "_skipped": self._skipped,

@@ -50,6 +50,7 @@ GROUP_KEYS = (
     "rounding",
     "rounding_seed",
     "rounding_step",
+    "master_weights",
     "momentum_steps",
     "nesterov",
     "ns_coefficients",

@@ -111,7 +111,7 @@ def place_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         # On a mesh of equal ranks that is another object: no element moves
         if is_placed_like(value, param):
             return as_dtensor(value.to_local(), value.shape, param.device_mesh, param.placements)
-    whole = value.full_tensor() if is_dtensor(value) else value
+    whole = _gathered(value) if is_dtensor(value) else value
     if not is_dtensor(param):
         return whole
     # Placements that layout.py does not know are cut by torch
@@ -120,3 +120,16 @@ def place_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     else:
         local = layout_of(param, shape=whole.shape).cut(whole, this_rank())
     return as_dtensor(local.to(param.device), whole.shape, param.device_mesh, param.placements)
+
+
+def _gathered(value: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor of a DTensor. Collective."""
+    if value.dtype != torch.int16:
+        return value.full_tensor()
+    # NCCL and gloo send no 16-bit integers
+    bits = value.to_local().view(torch.bfloat16)
+    return (
+        as_dtensor(bits, value.shape, value.device_mesh, value.placements)
+        .full_tensor()
+        .view(torch.int16)
+    )

@@ -248,16 +248,16 @@ class BoundUpdate(BucketUpdate):
         return [{name: views[sent_piece(p, name, per)] for name, per in sends} for p in pieces]
 
     def _form_args(self, pieces: Sequence[Piece]) -> dict[str, object]:
-        """Arguments of `WeightUpdate` that say how `pieces` decay and are rounded, and the form of
+        """Arguments of `WeightUpdate` that say how `pieces` decay and are stored, and the form of
         M.
         """
         form = form_of(self.group)
         initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
         found = {"decay": form, "initial": initial, "momentum_form": self._momentum_form}
         found["squares"] = self.store.sums(pieces, self.bucket.route, writes_weights=True)
+        found["rounding"] = self.store.split_weights(pieces)
         if is_stochastic(self.group):
-            positions = self.store.positions(pieces)
-            found["rounding"] = StochasticRounding(positions, self.store.keys)
+            found["rounding"] = StochasticRounding(self.store.positions(pieces), self.store.keys)
         return found
 
     def _groups(self, pieces: Sequence[Piece]) -> list[int]:

@@ -14,7 +14,8 @@ import torch
 
 from ..communication.all_to_all import Mean
 from ..kernels.elementwise.momentum import Copy, copy_torch
-from ..kernels.elementwise.multi_tensor import NUMBERS, wide_copies, write_squares
+from ..kernels.elementwise.multi_tensor import NUMBERS, write_squares
+from ..kernels.weights.split import join_into, split_into, wide_copies, wide_weights
 from ..params.dtensor import gradient_dtype
 from ..pipeline import BucketUpdate, Running
 from ..planning.rank_plan import Piece
@@ -49,7 +50,9 @@ class ElementwiseUpdate(BucketUpdate):
         super().__init__(label, written, store)
         self.graphs = graphs
         self.weights = store.locals()
-        self.states = [store.locals(key) for key in elementwise.state_keys_of(store.groups[0])]
+        self.splits = store.rest_of(0) is not None  # of all parameters, or of none
+        keys = elementwise.state_keys_of(store.groups[0], store.params[0])
+        self.states = [store.locals(key) for key in keys]
         self.flags = _flags(store, range(len(self.weights)))
         # Rows of sums, and parts of the parameters that are stepped at a time; None: no sums
         self.rows, self.parts = None, [slice(None)]
@@ -80,9 +83,10 @@ class ElementwiseUpdate(BucketUpdate):
             W, G = self.weights[some], store.gradients[some]
             states = [tensors[some] for tensors in self.states]
             flags = None if self.flags is None else self.flags[some]
-            old = wide_copies(W)
+            rests = states[-1] if self.splits else ()
+            old = wide_copies(W, rests)
             elementwise.step_skipping_flagged(flags, W, G, states, group, store.scalars)
-            write_squares(self.rows[some], old, W, states[0])
+            write_squares(self.rows[some], old, wide_weights(W, rests), states[0])
 
 
 class UnreducedElementwiseUpdate(OwnerUpdate):
@@ -91,7 +95,8 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
     weights.
 
     The owner steps copies of the weights and state of the chunk. The copies are written back in
-    `apply`, after the return all-to-all: an error leaves the bucket entirely old.
+    `apply`, after the return all-to-all: an error leaves the bucket entirely old. Copies of split
+    weights are fp32 weights, and so are the weights sent: every rank keeps all rests.
     """
 
     def __init__(self, inputs: BucketInputs) -> None:
@@ -100,24 +105,29 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         first = store.params[0]  # all parameters of the bucket have equal dtypes
         stored = self._stored("chunk")
         owned = [p for p in stored if p.owner == self.rank]
-        self._bind_buffers(gradient_dtype(first), first.dtype)
+        self.splits = store.rest_of(0) is not None  # of all parameters, or of none
+        self._bind_buffers(gradient_dtype(first), torch.float32 if self.splits else first.dtype)
         gradients = self._bind_gradients(stored, owned)
         self.rule = elementwise.elementwise_of(store.groups[0])  # of all groups of the bucket
         keys = self.rule.averages
-        lists = [store.weights(owned), *(store.states(owned, key) for key in keys)]
+        weights, held = store.weights(owned), [store.states(owned, key) for key in keys]
+        wide = [torch.empty(w.shape, dtype=torch.float32, device="meta") for w in weights]
         # Step counts are scalars of their own, which torch's kernel advances with each tensor
         steps = [[_steps(store, p) for p in owned]] if self.rule.counts else []
-        copies = [*views_like(lists, self.memory["until_apply"])]
+        like = [wide if self.splits else weights, *held]
+        copies = [*views_like(like, self.memory["until_apply"])]
         copies += [[step.clone() for step in some] for some in steps]
         W, *states = copies
+        self.halves = self._halves(W, owned) if self.splits else []
         # (rows of sums, weights, copies of weights, copies of the first average) of owned chunks
-        self.collected = self._bind_sums(owned, lists[0], W, states[0])
-        # Weights, state and counts of the owner
-        self.current = [*itertools.chain(*lists, *steps)]
-        self.stepped = [*itertools.chain(*copies)]  # copies of `current`
+        self.collected = self._bind_sums(owned, weights, W, states[0])
+        # Weights, unless they are split, state and counts of the owner
+        self.current = [*itertools.chain(*([] if self.splits else [weights]), *held, *steps)]
+        self.stepped = [*itertools.chain(*(states if self.splits else copies))]  # of `current`
         means = [g.view(w.shape) for g, w in zip(gradients, W)]
         self.by_group = self._bind_groups(owned, [W, means, *states])
         self.without_rows = self._bind_counts()
+        self.halves_received: list[tuple] = []  # as `halves`, of other owners
         self._bind_weights(owned, W)
 
     def _bind_gradients(self, stored: list[Piece], owned: list[Piece]) -> list[torch.Tensor]:
@@ -176,7 +186,15 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         W = [stepped[p.matrix] for p in self.to_shards.leave]
         self.sent = _views(self.to_shards.leave, W), W
         W = self.store.weights(self.to_shards.arrive)
-        self.received = W, _views(self.to_shards.arrive, W)
+        arrived = _views(self.to_shards.arrive, W)
+        if self.splits:
+            self.halves_received = self._halves(arrived, list(self.to_shards.arrive))
+        self.received = ([], []) if self.splits else (W, arrived)
+
+    def _halves(self, wide: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[tuple]:
+        """(fp32 weights, bf16 weights, rests) of pieces of split weights."""
+        rests = [self.store.rest_view(p) for p in pieces]
+        return list(zip(wide, self.store.weights(pieces), rests))
 
     def run(self, group: dict) -> Running:
         """Step the bucket; phases as in `OwnerUpdate.run`."""
@@ -201,6 +219,8 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         """
         self.collect()
         copy_torch(self.stepped, self.current)
+        for halves in self.halves:
+            join_into(*halves)
         # Rules read lr and betas from the live groups
         for arguments in self.by_group:
             elementwise.step_skipping_flagged(*arguments)
@@ -210,10 +230,13 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         """Write weights, state and step counts."""
         if self.collected is not None:
             rows, W, stepped, M = self.collected
-            write_squares(rows, wide_copies(W), stepped, M)
+            rests = [rest for _, _, rest in self.halves]
+            write_squares(rows, wide_copies(W, rests), stepped, M)
         copy_torch(self.current, self.stepped)
         elementwise.count_steps(*self.without_rows)
         copy_torch(*self.received)
+        for halves in (*self.halves, *self.halves_received):
+            split_into(*halves)
 
 
 class OwnerStateElementwiseUpdate(UnreducedElementwiseUpdate):

@@ -37,6 +37,7 @@ FIXED = (
     "decay",
     "momentum_form",
     "rounding",
+    "master_weights",
     "process_group",  # refused if it comes late
 )
 RULE = FIXED.index("rule")

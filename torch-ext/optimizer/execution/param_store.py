@@ -20,6 +20,7 @@ from ..kernels.elementwise.multi_tensor import Positions, Skip, Source, Squares
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.quantized.blocks import BLOCK, block_count, is_quantized
 from ..kernels.quantized.momentum import QuantizedView
+from ..kernels.weights.split import SplitWeights
 from ..metrics.collector import Collector, OrthogonalitySample
 from ..params import errors
 from ..params.dtensor import (
@@ -35,6 +36,7 @@ from ..params.validation import check_gradients, gradient_of
 from ..planning.plan import Matrix
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
+from ..rules.muon import REST_KEY, is_split
 from ..rules.rule import SCALE_KEY, host_constants
 from ..state.create import check_bits
 from .fingerprint import GradientForm, copy_in_form, form_of_gradient, missing_from
@@ -238,6 +240,26 @@ class Store:
             self._view(s, p) if first is None else s[first : first + p.shape[0]]
             for s, p, first in zip(locals_, pieces, first_rows)
         ]
+
+    def split_weights(self, pieces: Sequence[Piece]) -> SplitWeights | None:
+        """Views of the rests of split weights, (rows, columns) of each piece; None if no weight of
+        `pieces` is split.
+        """
+        views = list(map(self.rest_view, pieces))
+        return None if all(view is None for view in views) else SplitWeights(views)
+
+    def rest_view(self, piece: Piece) -> torch.Tensor | None:
+        """View of the rest of a piece of a split weight, shaped like that of its weight; None of
+        others.
+        """
+        rest = self.rest_of(piece.matrix.param)
+        return None if rest is None else self._view(rest, piece)
+
+    def rest_of(self, number: int) -> torch.Tensor | None:
+        """The local rest of a split weight; None of others."""
+        param = self.params[number]
+        splits = is_split(self.groups[self.group_of[number]], param)
+        return local_of(self.state[param][REST_KEY]) if splits else None
 
     def sums(
         self, pieces: Sequence[Piece], route: str, writes_weights: bool = False

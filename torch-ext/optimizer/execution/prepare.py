@@ -201,6 +201,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["adjust_lr_fn"],
         form_of_decay(group),
         (is_sum(group), is_corrected(group), is_stochastic(group)),
+        group.get("master_weights"),
         (rule_of if group["use_muon"] else elementwise_of)(group),
         group["use_muon"] and sends_signs(group),
         selection,

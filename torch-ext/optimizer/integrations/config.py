@@ -42,6 +42,7 @@ OPTIONAL_KEYS = (
     "momentum_form",
     "rounding",
     "rounding_seed",
+    "master_weights",
     "rule",
     "split",
     "transposed",

@@ -68,7 +68,7 @@ class MuonConfig:
             raise TypeError(
                 f"there is no argument {shortened(repr(unknown[0]))}: leave it out. Besides "
                 "torch.optim.Muon's there are adamw_betas, adamw_eps, decay, momentum_form, "
-                f"rounding, rounding_seed, {', '.join(known)}"
+                f"rounding, rounding_seed, master_weights, {', '.join(known)}"
             )
         if "process_group" in given:
             given = {**given, "process_group": group_of_mesh(given["process_group"])}

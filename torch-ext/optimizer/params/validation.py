@@ -28,6 +28,7 @@ from ..rules.decay import DECOUPLED
 from ..rules.elementwise import ELEMENTWISE, check_radius
 from ..rules.muon import (
     DRAWN_KEY,
+    MASTER_KEY,
     MOMENTUM_FORMS,
     ROUNDINGS,
     SEED_KEY,
@@ -82,6 +83,7 @@ GROUP_KEYS = frozenset(
         "rounding",
         "rounding_seed",
         "rounding_step",
+        "master_weights",
         STEPS_KEY,
     )
 )
@@ -94,6 +96,7 @@ OPTIONAL_KEYS = {
     "rounding": ROUNDINGS[0],
     SEED_KEY: 0,
     DRAWN_KEY: 0,
+    MASTER_KEY: None,
 }
 # Keys that learning-rate schedulers add
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
@@ -608,6 +611,12 @@ def check_param(param: torch.Tensor, name: str, group: dict) -> None:
             f"{what} has dtype {param.dtype}, but rounding='stochastic' is for bf16 weights only: "
             "fp32 weights keep small updates, and fp16 has other bits. Leave rounding out, or put "
             "the parameter into a group with rounding='nearest'"
+        )
+    if group.get(MASTER_KEY) is not None and param.dtype == torch.float16:
+        raise ValueError(
+            f"{what} has dtype {param.dtype}, but {MASTER_KEY}={group[MASTER_KEY]!r} is for bf16 "
+            "weights, which are the upper half of an fp32 number: convert it to bfloat16, or put "
+            f"it into a group with {MASTER_KEY}=None"
         )
     if use_muon and param.ndim < 2:
         raise ValueError(

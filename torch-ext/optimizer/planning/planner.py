@@ -28,6 +28,7 @@ from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.elementwise import elementwise_of
+from ..rules.muon import is_split
 from ..rules.rule import (
     Rule,
     group_state_dtype,
@@ -167,14 +168,14 @@ class Planner:
         if group["use_muon"]:
             return [self._matrices(groups, params, group_of)]
         # Chunks of a plan share all-to-all buffers, so a plan has a single dtype. Without chunks
-        # only fp64 parameters are apart: AdamW takes lr for them from the host, in fp64.
+        # only fp64 parameters are apart, since AdamW takes lr for them from the host, in fp64, and
+        # split weights, which have state of their own
         by_dtype = {}
         for p, number in zip(params, group_of):
-            key = (
-                (p.dtype, gradient_dtype(p))
-                if self.options.owner_keeps_state
-                else p.dtype == torch.float64
-            )
+            key = (p.dtype == torch.float64,)
+            if self.options.owner_keeps_state:
+                key = p.dtype, gradient_dtype(p)
+            key = *key, is_split(groups[number], p)
             by_dtype.setdefault(key, []).append((p, number))
         if self.options.owner_keeps_state:
             return [self._chunks(groups, *zip(*part)) for part in by_dtype.values()]
@@ -330,7 +331,10 @@ class Planner:
         state_dtype = state_device_and_dtype("exp_avg", params[0], dtype)[1]
         inputs = ChunkPlanInputs(
             gradient_dtype(params[0]).itemsize,
-            params[0].dtype.itemsize,
+            # Of split weights both halves are sent, joined
+            (
+                torch.float32 if is_split(groups[group_of[0]], params[0]) else params[0].dtype
+            ).itemsize,
             state_dtype.itemsize,
             self.sends_once,
             self.options.grads_are_reduced,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..communication.nonfinite import NonfiniteFlags, reduce_maximum
 from ..communication.process_groups import ProcessGroups, Ranks, world_now
+from ..kernels.weights.split import join_into, split_into
 from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, local_of
@@ -36,13 +37,21 @@ class ClippedWeight:
     """The local part of a parameter with queries or keys.
 
     `local`: the stored elements. `factors`: fp32 view of the factors of all rows, (rows, 1),
-    (1, columns) or (rows,). `store`, `number`: of the parameter in the bound step.
+    (1, columns) or (rows,). `store`, `number`: of the parameter in the bound step. `rest`: of a
+    split weight, shaped like `local`; else None.
     """
 
     local: torch.Tensor
     factors: torch.Tensor
     store: object
     number: int
+    rest: torch.Tensor | None = None
+
+    def scale(self) -> None:
+        """Multiply a split weight by `factors`, in fp32."""
+        wide = torch.empty_like(self.local, dtype=torch.float32)
+        join_into(wide, self.local, self.rest)
+        split_into(wide.mul_(self.factors), self.local, self.rest)
 
 
 class HeadClipping(StepHook):
@@ -211,9 +220,13 @@ class HeadClipping(StepHook):
             shape = [1] * local.ndim
             shape[dim] = -1
             factors = self.row_factors[part].view(shape)
-            self.weights.append(ClippedWeight(local, factors, *known[id(param)]))
-        self.locals = [weight.local for weight in self.weights]
-        self.local_factors = [weight.factors for weight in self.weights]
+            store, number = known[id(param)]
+            rest = store.rest_of(number)
+            self.weights.append(ClippedWeight(local, factors, store, number, rest))
+        self.split = [weight for weight in self.weights if weight.rest is not None]
+        whole = [weight for weight in self.weights if weight.rest is None]
+        self.locals = [weight.local for weight in whole]
+        self.local_factors = [weight.factors for weight in whole]
 
     def _stored_slots(self, layer: AttentionLayer, key: str, param: torch.Tensor) -> torch.Tensor:
         """`AttentionLayer.slots` of the rows (or columns) that this rank stores, in memory order:
@@ -310,16 +323,21 @@ class HeadClipping(StepHook):
     def after_buckets(self) -> None:
         """Scale all remaining weights."""
         if self.in_turn:
-            self._scale(sorted(self.unscaled))
-        elif self.locals:
+            return self._scale(sorted(self.unscaled))
+        if self.locals:
             torch._foreach_mul_(self.locals, self.local_factors)
+        for weight in self.split:
+            weight.scale()
 
     def _scale(self, indices: Sequence[int]) -> None:
         """Multiply weights by the factors of their rows, in fp32, rounded once."""
-        if indices:
-            weights = [self.weights[i] for i in indices]
-            torch._foreach_mul_([w.local for w in weights], [w.factors for w in weights])
-            self.unscaled.difference_update(indices)
+        weights = [self.weights[i] for i in indices]
+        if whole := [weight for weight in weights if weight.rest is None]:
+            torch._foreach_mul_([w.local for w in whole], [w.factors for w in whole])
+        for weight in weights:
+            if weight.rest is not None:
+                weight.scale()
+        self.unscaled.difference_update(indices)
 
 
 def _world_size() -> int:

@@ -17,11 +17,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..kernels.elementwise.weight_update import CAUTIOUS, RATE, TO_INITIAL
+from ..kernels.weights.split import join_into, split_into
 from .decay import DECOUPLED, INITIAL_KEY, form_of, rate_of
+from .muon import REST_KEY, is_split
 
 Tensors = Sequence[torch.Tensor]
 # Weight, gradient and averages of one parameter, or of a piece of one; then the step count of rules
-# that count, and with decay="initial" the initial weight
+# that count, with decay="initial" the initial weight, and the rest of a split weight
 Member = tuple[torch.Tensor, ...]
 
 _dtype = attrgetter("dtype")
@@ -128,11 +130,14 @@ def step_size(group: Mapping[str, Any]) -> float:
     return lr * float(group["radius"]) if elementwise_of(group).has_radius else lr
 
 
-def state_keys_of(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of state that a step reads, in the order of `states` of `step`."""
+def state_keys_of(group: Mapping[str, Any], param: torch.Tensor) -> tuple[str, ...]:
+    """Return the keys of state that a step of a parameter reads, in the order of `states` of
+    `step`.
+    """
     rule = elementwise_of(group)
     keys = (*rule.averages, "step") if rule.counts else rule.averages
-    return (*keys, INITIAL_KEY) if form_of(group) == TO_INITIAL else keys
+    keys = (*keys, INITIAL_KEY) if form_of(group) == TO_INITIAL else keys
+    return (*keys, REST_KEY) if is_split(group, param) else keys
 
 
 def step_skipping_flagged(
@@ -169,16 +174,21 @@ def step(
     fp32 with `in_fp32` of the rule: rounded to bf16, a weight would lose a small step.
 
     `W`, `G`: weights and gradients, of equal shapes. `states`: lists of the state of
-    `state_keys_of`. `scalars`: `device_scalars` in fp32 on the device; read on GPUs only.
+    `state_keys_of`. `scalars`: `device_scalars` in fp32 on the device; read on GPUs only. Either
+    all weights are split or none is.
 
     torch's functions want weight, gradient and averages alike in dtype and strides. Parameters that
-    differ are stepped as copies, at most MAX_COPIED_ELEMENTS elements at a time.
+    differ are stepped as copies, at most MAX_COPIED_ELEMENTS elements at a time, and so are split
+    weights.
     """
     rule = elementwise_of(group)
     count = 2 + len(rule.averages)  # tensors of a member that have to be alike
     straight = list(zip(W, G, *states))
     copied = []
-    if not _all_fit(rule, W, G, *states[: count - 2]):
+    splits = bool(straight) and is_split(group, W[0])
+    if splits:
+        straight, copied = [], straight
+    elif not _all_fit(rule, W, G, *states[: count - 2]):
         members, straight = straight, []
         for member in members:
             w, _, m, *_ = member
@@ -189,11 +199,13 @@ def step(
     for part in _in_parts(straight, rule) if in_parts else [straight] if straight else ():
         _step_alike(part, rule, group, scalars)
     for part in _in_parts(copied, rule):
-        copies = [_copied(member[:count], rule) for member in part]
+        copies = [_copied(member[:count], rule, member[-1] if splits else None) for member in part]
         alike = [(*own, *member[count:]) for own, member in zip(copies, part)]
         _step_alike(alike, rule, group, scalars)
         # Back to weight and averages; the gradient has not changed
-        places = [0, *range(2, count)]
+        for member, own in zip(part, copies) if splits else ():
+            split_into(own[0], member[0], member[-1])
+        places = [*range(2, count)] if splits else [0, *range(2, count)]
         pairs = [(member[i], own[i]) for own, member in zip(copies, part) for i in places]
         if pairs := [pair for pair in pairs if pair[0] is not pair[1]]:
             torch._foreach_copy_(*map(list, zip(*pairs)))
@@ -263,10 +275,12 @@ def _decay(
     torch._foreach_sub_(W, torch._foreach_mul(difference, rate))
 
 
-def _wide(w: torch.Tensor, m: torch.Tensor, rule: Elementwise) -> torch.dtype:
-    """Return the dtype in which a parameter with weight w and average m is stepped."""
+def _wide(w: torch.Tensor, m: torch.Tensor, rule: Elementwise, splits: bool = False) -> torch.dtype:
+    """Return the dtype in which a parameter with weight w and average m is stepped. `splits`:
+    whether w is a split weight.
+    """
     wide = torch.promote_types(w.dtype, m.dtype)
-    return torch.promote_types(wide, torch.float32) if rule.in_fp32 else wide
+    return torch.promote_types(wide, torch.float32) if rule.in_fp32 or splits else wide
 
 
 def _fits(tensor: torch.Tensor, wide: torch.dtype, m: torch.Tensor) -> bool:
@@ -286,13 +300,21 @@ def _all_fit(rule: Elementwise, *lists: Tensors) -> bool:
     return strides.count(strides[0]) == len(strides)
 
 
-def _copied(tensors: Tensors, rule: Elementwise) -> list[torch.Tensor]:
+def _copied(
+    tensors: Tensors, rule: Elementwise, rest: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """Return w, g, m and further averages in the dtype of the step and the strides of m; copies
-    only where `_fits` is false.
+    only where `_fits` is false. `rest`: of a split weight; None: w is whole.
     """
     w, _, m, *_ = tensors
-    wide = _wide(w, m, rule)
-    return [t if _fits(t, wide, m) else torch.empty_like(m, dtype=wide).copy_(t) for t in tensors]
+    wide = _wide(w, m, rule, rest is not None)
+    found = [t if _fits(t, wide, m) else torch.empty_like(m, dtype=wide) for t in tensors]
+    for copy, t in zip(found, tensors):
+        if t is w and rest is not None:
+            join_into(copy, w, rest)
+        elif copy is not t:
+            copy.copy_(t)
+    return found
 
 
 def _in_parts(members: Sequence[Member], rule: Elementwise) -> Iterator[list[Member]]:

@@ -46,6 +46,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+import torch
+
 # Allowed values of `momentum_form`; the first is the default
 MOMENTUM_FORMS = ("ema", "sum", "bias_corrected")
 SUM_KEY = "momentum_sum"  # state of the momentum as a sum
@@ -127,6 +129,19 @@ def count_drawn(groups: Iterable[dict[str, Any]]) -> None:
     for group in groups:
         if is_stochastic(group):
             group[DRAWN_KEY] = group.get(DRAWN_KEY, 0) + 1
+
+
+# Allowed values of `master_weights`. None: a weight is its parameter. "split16": an fp32 weight is
+# a bf16 parameter and state REST_KEY (kernels/weights/split.py, `SplitWeights`)
+MASTER_WEIGHTS = (None, "split16")
+MASTER_KEY, REST_KEY = "master_weights", "weight_rest"
+
+
+def is_split(group: Mapping[str, Any], param: torch.Tensor) -> bool:
+    """Return whether a parameter of a group holds the upper half of its fp32 weight. Parameters in
+    fp32 or fp64 stay whole.
+    """
+    return group.get(MASTER_KEY) is not None and param.dtype == torch.bfloat16
 
 
 # A factor on the learning rate of an (R, C) matrix: a name of SCALES (None: "original"), a number

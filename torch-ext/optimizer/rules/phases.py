@@ -24,14 +24,14 @@ from ..kernels.elementwise.multi_tensor import (
     Source,
     Squares,
     rows_of,
-    wide_copies,
     write_momentum_squares,
     write_squares,
 )
 from ..kernels.elementwise.row_scattered import ScatteredRows
-from ..kernels.elementwise.weight_update import ALL, WeightUpdate
+from ..kernels.elementwise.weight_update import ALL, StochasticRounding, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
 from ..kernels.quantized.momentum import QuantizedMomentum, UpdateWithMomentum
+from ..kernels.weights.split import wide_copies, wide_weight, wide_weights, write_weight
 from ..newton_schulz.selection import Block, Selection, choose, gather, scatter, starts_of
 from .rule import Numbers, Rule, Units, overrides, rule_name, sends_signs, writes_weights
 
@@ -106,8 +106,9 @@ class Phases:
         """Bind phase 3 without 8-bit momenta; arguments of `weight_update`."""
         rule = self.rule
         # Validation has refused these forms, but a group may have changed in between
+        rounding = forms.get("rounding")
         has_form = forms.get("momentum_form") == "sum" or forms.get("decay", ALL) != ALL
-        has_form = has_form or forms.get("rounding") is not None
+        has_form = has_form or isinstance(rounding, StochasticRounding)
         if writes_weights(rule) and has_form:
             raise ValueError(
                 f"rule {rule_name(type(rule))!r} has no other form of decay, momentum or rounding"
@@ -119,7 +120,10 @@ class Phases:
         if not writes_weights(rule):
             return WeightUpdate(*arguments, **forms)
         squares = forms.get("squares")
-        return WeightUpdateByRule(self._write, self._update, sent, *arguments, squares=squares)
+        rests = () if rounding is None else rounding.rests
+        return WeightUpdateByRule(
+            self._write, self._update, sent, rests, *arguments, squares=squares
+        )
 
     def _update(
         self, G: torch.Tensor, M: torch.Tensor, group: int
@@ -291,6 +295,7 @@ class WeightUpdateByRule:
         write: Write,
         update: Update,
         sent: Sequence[Mapping[str, torch.Tensor]],
+        rests: Sequence[torch.Tensor | None],
         W: Sequence[torch.Tensor],
         O: Sequence[torch.Tensor],
         scales: Sequence[float],
@@ -301,13 +306,14 @@ class WeightUpdateByRule:
         groups: Sequence[int] | None = None,
         squares: Squares | None = None,
     ) -> None:
-        """Arguments of `WeightUpdate`, after `write`, `update` and the numbers `sent` for each
-        rectangle.
+        """Arguments of `WeightUpdate`, after `write`, `update`, the numbers `sent` for each
+        rectangle, and the rests of split weights (() if none is split).
         """
         self.write = write
         self.update = update
         self.sent = list(sent)
         self.W = list(W)
+        self.rests = list(rests) or [None] * len(self.W)
         self.O = list(O)
         self.scales = list(scales)
         self.skip = skip
@@ -333,13 +339,14 @@ class WeightUpdateByRule:
         writes_momenta = self.M is not None and update_momentum
         if writes_momenta:
             write_updates(self, tensors, (), True)
-        old = [] if self.squares is None else wide_copies(self.W)
-        for i, (w, o) in enumerate(zip(self.W, self.O)):
-            wide = w.float()
+        old = [] if self.squares is None else wide_copies(self.W, self.rests)
+        for i, (w, o, rest) in enumerate(zip(self.W, self.O, self.rests)):
+            wide = wide_weight(w, rest)
             new = self.write(wide, o.float(), self.scales[i], self.sent[i], self.groups[i])
-            w.copy_(new if self.skip is None else torch.where(self.skip.is_updated(i), new, wide))
+            write_weight(w, rest, new, None if self.skip is None else self.skip.is_updated(i))
         if self.squares is not None:
-            write_squares(*self.rows, old, self.W, self.M if writes_momenta else None)
+            W = wide_weights(self.W, self.rests)
+            write_squares(*self.rows, old, W, self.M if writes_momenta else None)
 
 
 class SelectedStack:

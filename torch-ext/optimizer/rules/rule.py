@@ -27,11 +27,13 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 | `exp_avg_sq`      | adamw                  | element      | (..., R, C) | `state_dtype`, or fp64 |
 | `step`            | adamw                  | parameter    | ()          | fp32                   |
 | `initial_weight`  | all                    | element      | (..., R, C) | of the weight          |
+| `weight_rest`     | all                    | element      | (..., R, C) | int16                  |
 
 `momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`, and in sgd. Only
-groups with `decay="initial"` keep `initial_weight`. `state_dtype` is fp32, bf16 or int8; state of
-fp64 parameters is fp64. With int8 alone there is `momentum_scale`, of shape (..., R, ceil(C / 64)),
-see kernels/quantized/blocks.py, and groups with use_muon=False keep fp32. State is sharded like the
+groups with `decay="initial"` keep `initial_weight`, and only bf16 parameters with
+`master_weights="split16"` a `weight_rest`. `state_dtype` is fp32, bf16 or int8; state of fp64
+parameters is fp64. With int8 alone there is `momentum_scale`, of shape (..., R, ceil(C / 64)), see
+kernels/quantized/blocks.py, and groups with use_muon=False keep fp32. State is sharded like the
 parameter; state per parameter is equal on every rank. Rules of groups with use_muon=False step
 weight and state in a single elementwise phase (elementwise.py), and are no `Rule`.
 
@@ -60,7 +62,16 @@ from ..newton_schulz.selection import Selection
 from ..params.units import WHOLE, Split
 from .decay import INITIAL_KEY, form_of, rate_of
 from .elementwise import elementwise_of, step_size
-from .muon import MOMENTUM_FORMS, SUM_KEY, is_stochastic, is_sum, nesterov_weight
+from .muon import (
+    MASTER_KEY,
+    MOMENTUM_FORMS,
+    REST_KEY,
+    SUM_KEY,
+    is_split,
+    is_stochastic,
+    is_sum,
+    nesterov_weight,
+)
 
 PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
 SCALE_KEY = "momentum_scale"  # state of 8-bit momentum, beside the numbers: a scale for each block
@@ -280,6 +291,7 @@ STATES: dict[str, State] = {
     "exp_avg_sq": State("exp_avg_sq"),
     INITIAL_KEY: State(INITIAL_KEY),
     SUM_KEY: State(SUM_KEY),
+    REST_KEY: State(REST_KEY, "element", torch.int16),
     SCALE_KEY: State(SCALE_KEY, "block"),
 }
 # Keys of Muon, NorMuon and elementwise rules, which a state may have from an earlier use of its
@@ -470,6 +482,7 @@ class MuonConstants(NamedTuple):
     decay: int  # form of decay of the weight update
     momentum_form: str  # one of MOMENTUM_FORMS
     is_stochastic: bool  # weights are rounded stochastically
+    master_weights: str | None  # one of MASTER_WEIGHTS
 
 
 def frozen(value: object) -> object:
@@ -509,8 +522,9 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
         decay = form_of(group) if "decay" in group else ALL
         form = group["momentum_form"] if "momentum_form" in group else MOMENTUM_FORMS[0]
         rounds = "rounding" in group and is_stochastic(group)
+        masters = group[MASTER_KEY] if MASTER_KEY in group else None
         return MuonConstants(
-            steps, float(group["eps"]), rule, nesterov, options, decay, form, rounds
+            steps, float(group["eps"]), rule, nesterov, options, decay, form, rounds, masters
         )
     rule = elementwise_of(group)
     lr = step_size(group) if wide else None
@@ -524,8 +538,8 @@ def momentum_key(group: Mapping[str, Any]) -> str:
 
 
 def state_keys(group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> tuple[str, ...]:
-    """Return the keys of the state that a parameter of a group has. `dtype`: the option
-    `state_dtype`.
+    """Return the keys of the state that every parameter of a group has, see `keys_of`. `dtype`: the
+    option `state_dtype`.
     """
     if not group["use_muon"]:
         rule = elementwise_of(group)
@@ -534,6 +548,14 @@ def state_keys(group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> 
         scale = (SCALE_KEY,) if is_quantized(dtype) else ()
         keys = (momentum_key(group), *scale, *(state.key for state in rule_of(group).state))
     return (*keys, INITIAL_KEY) if group.get("decay") == "initial" else keys
+
+
+def keys_of(group: Mapping[str, Any], param: torch.Tensor, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the keys of the state of a parameter of a group: `state_keys`, and REST_KEY of a split
+    weight.
+    """
+    keys = state_keys(group, dtype)
+    return (*keys, REST_KEY) if is_split(group, param) else keys
 
 
 def group_state_dtype(group: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:

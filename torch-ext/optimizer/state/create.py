@@ -27,11 +27,12 @@ from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
 from ..rules.decay import INITIAL_KEY
-from ..rules.muon import SUM_KEY
+from ..rules.muon import REST_KEY, SUM_KEY
 from ..rules.rule import (
     SCALE_KEY,
     STATES,
     group_state_dtype,
+    keys_of,
     row_sharded_keys,
     sharded_keys,
     state_device_and_dtype,
@@ -112,7 +113,7 @@ def complete_state(groups: list[dict], state: dict, options: Sequence[MuonConfig
             # Owners are chosen in the first step, and `move_to_owners` brings rows to the owners
             rows = _rows_at_rank(param, own) if own.owner_keeps_state else None
             dtype = group_state_dtype(group, own.state_dtype)
-            create_state(held, param, state_keys(group, dtype), dtype, split, rows)
+            create_state(held, param, keys_of(group, param, dtype), dtype, split, rows)
 
 
 def _shard_plain_state(state: dict, param: torch.Tensor, split: Split) -> None:
@@ -150,7 +151,7 @@ def is_state_missing(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> 
         key not in state.get(p, ())
         for plan in plans
         for p in plan.params
-        for key in state_keys(plan.group, dtype)
+        for key in keys_of(plan.group, p, dtype)
     )
 
 
@@ -191,7 +192,7 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
             if plan.split(i).view == "flatten":
                 _make_contiguous(state[p])
             dtype = group_state_dtype(plan.group, options.state_dtype)
-            create_state(state[p], p, state_keys(plan.group, dtype), dtype, plan.split(i), rows)
+            create_state(state[p], p, keys_of(plan.group, p, dtype), dtype, plan.split(i), rows)
 
 
 def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_rows: bool) -> None:
@@ -262,9 +263,9 @@ def create_state(
 
     `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`;
     further state of a rule by `rules.rule.State`; "step", a scalar. `split`: how the parameter is
-    cut into matrices. `rows`: number of rows on this rank if owners keep the state; None: placed
-    like the parameter. Called on every rank, even without local elements: keys of a checkpoint must
-    be equal on all ranks.
+    cut into matrices. `rows`: number of rows on this rank if owners keep the state, except rests of
+    weights; None: placed like the parameter. Called on every rank, even without local elements:
+    keys of a checkpoint must be equal on all ranks.
     """
     keys = tuple(keys)
     # The momentum of the other form is stale: a later change back begins from zero
@@ -272,6 +273,9 @@ def create_state(
         if key in keys and key not in state:
             state.pop(other, None)
             state.pop(SCALE_KEY, None)  # a scale that is not finite makes NaN of zeros
+    # The rest of a weight that is not split any more is stale, too
+    if REST_KEY not in keys:
+        state.pop(REST_KEY, None)
     for key in keys:
         device, key_dtype = state_device_and_dtype(key, param, dtype)
         if key in state:
@@ -280,7 +284,7 @@ def create_state(
                 state[key] = state[key].to(device)
         elif key == "step":
             state[key] = torch.zeros((), dtype=key_dtype, device=device)
-        elif rows is not None:
+        elif rows is not None and key != REST_KEY:  # every rank needs all of a rest
             # Rows of dim 0 only: the state of a 0-D parameter has shape (rows,)
             last = state_shape(param, key, split)[1:]
             state[key] = torch.zeros((rows, *last), dtype=key_dtype, device=device)

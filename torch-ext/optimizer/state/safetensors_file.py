@@ -24,7 +24,8 @@ from ..params.errors import given_names, in_group, shortened
 from ..params.param_groups import clean_names
 from ..params.units import splits_of
 from ..params.validation import OPTIONAL_KEYS, TOLERATED, check_group
-from ..rules.rule import SCALE_KEY, all_state_keys, state_keys
+from ..rules.muon import REST_KEY
+from ..rules.rule import SCALE_KEY, all_state_keys, keys_of
 from .momentum.conversion import converted
 from .state_dict import (
     KINDS,
@@ -467,7 +468,7 @@ def _saved_group(
             states[name] = converted(states[name], rule, options, name, split, dtype)
         # 8-bit momentum that an optimizer of another dtype loads has no scales any more
         is_8bit = SCALE_KEY in states.get(name, ())
-        keys = state_keys(rule, QUANTIZED if is_8bit else torch.float32)
+        keys = keys_of(rule, param, QUANTIZED if is_8bit else torch.float32)
         was_muon = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was_muon != bool(group["use_muon"]):
             raise ValueError(
@@ -475,8 +476,9 @@ def _saved_group(
                 f"but is in one of {KINDS[not was_muon]} here: put it into a group of the kind in "
                 "which it was saved"
             )
-        # Stricter than load_state_dict: a file holds all keys of a state or none
-        if name in states and set(states[name]) != set(keys):
+        # Stricter than load_state_dict: a file holds all keys of a state or none. Rests are those
+        # of the weights of the run that wrote the file
+        if name in states and set(states[name]) - {REST_KEY} != set(keys) - {REST_KEY}:
             raise ValueError(
                 f"{path} has {shortened(', '.join(sorted(states[name])))} of "
                 f"parameter {name}, but its state here is {', '.join(sorted(keys))}: build the "

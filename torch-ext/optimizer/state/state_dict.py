@@ -28,19 +28,20 @@ from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
 from ..rules.decay import INITIAL_KEY
 from ..rules.elementwise import DEFAULT, elementwise_of
-from ..rules.muon import SETTLED, STEPS_KEY, SUM_KEY
+from ..rules.muon import REST_KEY, SETTLED, STEPS_KEY, SUM_KEY
 from ..rules.rule import (
     SCALE_KEY,
     all_state_keys,
     group_state_dtype,
+    keys_of,
     state_device_and_dtype,
-    state_keys,
     state_shape,
 )
 from .consolidated import refuse_elsewhere
 from .momentum.conversion import as_tensor, converted, in_8_bits
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
+from .weights.split import check_rest, warn_of_rests
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
@@ -189,7 +190,7 @@ class Loading:
             for key in [key for key in (*ADAMW, *SPLITS) if key not in own]:
                 group.pop(key, None)
             for key, default in OPTIONAL_KEYS.items():
-                if key not in own and group.get(key) == default:
+                if key in group and key not in own and group[key] == default:
                     del group[key]
             # Saved by an older version or by torch, a group may lack options of this optimizer
             group.update({key: own[key] for key in own if key not in group or key in LABELS})
@@ -457,6 +458,7 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
     except ValueError as error:
         refusal = error  # raised by check_shards: other ranks may wait for this rank
     check_shards(members, of_param, refusal)
+    warn_of_rests(members)
     return {
         param: _restored_state(param, group, state, splits[param], of_param[param])
         for param, group, _, state in members
@@ -476,7 +478,7 @@ def _checked(
     unless the state fits. `saved`: the saved group.
     """
     state = converted(state, group, saved, name, split, options.state_dtype)
-    check_state(param, state_keys(group, options.state_dtype), name, state, split)
+    check_state(param, keys_of(group, param, options.state_dtype), name, state, split)
     return state
 
 
@@ -505,8 +507,9 @@ def check_state(
     param: torch.Tensor, keys: Sequence[str], name: str, state: object, split: Split = WHOLE
 ) -> None:
     """Raise ValueError unless `state` can be the saved state of `param` under a rule with state
-    `keys`: all keys or none. Any rule also accepts state of Muon, momentum alone, and
-    decay="initial" state without initial weights. `split`: how the parameter is cut into matrices.
+    `keys`: all keys or none. Any rule also accepts state of Muon, momentum alone, decay="initial"
+    state without initial weights, and split weights state without rests. `split`: how the parameter
+    is cut into matrices.
     """
     name = shortened(name)
     if not isinstance(state, dict):
@@ -516,7 +519,7 @@ def check_state(
         )
     # An empty state is allowed: the parameter starts anew
     momentum = {"momentum_buffer", SUM_KEY} & set(keys)
-    needed = momentum or set(keys) - {INITIAL_KEY}
+    needed = momentum or set(keys) - {INITIAL_KEY, REST_KEY}
     if state and not needed <= set(state):
         raise ValueError(
             f"the state of parameter {name} is "
@@ -541,7 +544,9 @@ def check_state(
         is_8bit = (
             key in momentum and is_quantized(dtype) and SCALE_KEY in keys and SCALE_KEY in state
         )
-        if not (dtype.is_floating_point or is_count or is_8bit):
+        if key == REST_KEY:
+            check_rest(dtype, name)
+        elif not (dtype.is_floating_point or is_count or is_8bit):
             raise ValueError(
                 f"{key} of parameter {name} has dtype {dtype} in the state, but it needs a "
                 "floating-point one: it was saved by another optimizer, or is damaged"
@@ -666,18 +671,23 @@ def _restored_state(
     """
     restored = {}
     momentum_dtype = group_state_dtype(group, options.state_dtype)
-    for key in [k for k in state_keys(group, momentum_dtype) if k in state]:
+    for key in [k for k in keys_of(group, param, momentum_dtype) if k in state]:
         device, dtype = state_device_and_dtype(key, param, momentum_dtype)
         value = as_tensor(state[key]).detach()
         if key == "step":
             value = value.reshape(())
         # Rows of owner state stay rows; the next step moves the rows to the owners
-        elif not options.owner_keeps_state or not is_by_rows(value, options.process_group):
+        elif key == REST_KEY or not (
+            options.owner_keeps_state and is_by_rows(value, options.process_group)
+        ):
             value = place_like(value, param)
+        local = local_of(value)
+        if key == REST_KEY:  # its bits, see [Note: rests in state dicts]
+            local = local.view(dtype)
         # Not a cast: numbers of a block belong to its scale
         to_8_bits = is_quantized(dtype) and value.dtype.is_floating_point
         # A copy: the user's state dict must not change with the next step
-        local = local_of(value).to(device, value.dtype if to_8_bits else dtype, copy=True)
+        local = local.to(device, local.dtype if to_8_bits else dtype, copy=True)
         restored[key] = (
             as_dtensor(local, value.shape, value.device_mesh, value.placements)
             if is_dtensor(value)

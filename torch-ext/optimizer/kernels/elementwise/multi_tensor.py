@@ -199,13 +199,6 @@ def write_momentum_squares(
         rows[:, MOMENTUM].copy_(torch.stack(norms).square_())
 
 
-def wide_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies in fp32; of fp64 in fp64."""
-    return [
-        t.clone() if t.dtype == torch.float64 else t.to(torch.float32, copy=True) for t in tensors
-    ]
-
-
 def skips_of(skip: Skip | None, launches: Sequence[Launch] | None) -> list[tuple]:
     """Return (flags, index of the flag of each record, whether to skip) for each launch.
 

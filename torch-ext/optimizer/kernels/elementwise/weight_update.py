@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from ..backend import use_triton
 from ..launch.jit import jit, launch_key
+from ..weights.split import (
+    NEAREST,
+    STOCHASTIC,
+    SplitWeights,
+    joined_tile,
+    split_tile,
+    wide_copies,
+    wide_weight,
+    wide_weights,
+    write_weight,
+)
 from .momentum import MomentumForm, fed, gradients_or_momenta, lerp, summed
 from .multi_tensor import (
     NUMBERS,
@@ -28,7 +40,6 @@ from .multi_tensor import (
     skips_of,
     total_square,
     unskipped,
-    wide_copies,
     write_squares,
 )
 from .norms import BLOCK, OPTIONS, TILE, Groups, inverse, new, number_of, total_of
@@ -56,6 +67,15 @@ class StochasticRounding:
 
     positions: Sequence[Positions]  # of each rectangle
     keys: torch.Tensor  # int64 on the device, one for each parameter group: see `rules.muon`
+    kind: ClassVar[int] = STOCHASTIC
+
+    def lists(self, W: Sequence[torch.Tensor]) -> tuple[Sequence, list]:
+        """Return the lists of weights and of positions for `bind`."""
+        return W, [self.positions]
+
+    def key_of(self, offset: int) -> torch.Tensor:
+        """Return the key of the group whose numbers begin at an offset."""
+        return self.keys[offset // NUMBERS]
 
 
 class WeightUpdate:
@@ -85,7 +105,7 @@ class WeightUpdate:
         momentum_form: MomentumForm = "ema",
         factors: Sequence[torch.Tensor] = (),
         keeps: Sequence[torch.Tensor] = (),
-        rounding: StochasticRounding | None = None,
+        rounding: StochasticRounding | SplitWeights | None = None,
         squares: Squares | None = None,
     ):
         """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
@@ -97,8 +117,8 @@ class WeightUpdate:
         TO_INITIAL. `initial`: W0 with TO_INITIAL, of equal shapes. `momentum_form`: of M, as in
         `Pack`. `factors` of O: (rows, 1) or (1, 1) for each rectangle, all of a kind, contiguous,
         fp32, at fixed addresses. `keeps`: factors of W likewise, (1, 1): then `decay` has no
-        effect. `rounding`: None rounds to nearest; else all weights are bf16. `squares`: filled by
-        each call; None: no sums are made.
+        effect. `rounding`: None rounds to nearest; weights with stochastic rounding, and weights
+        with a rest, are bf16. `squares`: filled by each call; None: no sums are made.
         """
         self.rounding = rounding
         self.W = list(W)
@@ -118,8 +138,9 @@ class WeightUpdate:
         )
         self.launches = None
         if W and use_triton(W[0].device):
-            lists = [W, O, *([] if M is None else [M]), *([initial] if initial else [])]
-            lists += [] if rounding is None else [rounding.positions]
+            weights, more = (W, []) if rounding is None else rounding.lists(W)
+            lists = [weights, O, *([] if M is None else [M]), *([initial] if initial else [])]
+            lists += more
             keep_rows = self.factors_of == OF_ROWS
             places = () if M is None else (sources, gradients)
             self.launches = bind(lists, *places, keep_rows=keep_rows)
@@ -175,7 +196,7 @@ class WeightUpdate:
                 flags,
                 places,
                 groups,
-                launch.records if self.rounding is None else self.rounding.keys,
+                getattr(self.rounding, "keys", launch.records),
                 rows,
                 int(update_momentum),
                 MOMENTA=self.M is not None,
@@ -184,7 +205,7 @@ class WeightUpdate:
                 DECAY=self.decay,
                 SUMS=self.momentum_form == "sum",
                 FACTORS=self.factors_of,
-                ROUNDS=self.rounding is not None,
+                ROUNDS=NEAREST if self.rounding is None else self.rounding.kind,
                 FEEDBACK=self.momentum_form == "feedback",
                 COLLECTS=self.squares is not None,
             )
@@ -200,7 +221,8 @@ class WeightUpdate:
         writes_momenta = self.M is not None and update_momentum
         if writes_momenta:
             self._update_momenta(tensors, weight)
-        old = [] if self.squares is None else wide_copies(self.W)
+        rests = getattr(self.rounding, "rests", ())
+        old = [] if self.squares is None else wide_copies(self.W, rests)
         weight_update_torch(
             self.W,
             self.O,
@@ -215,7 +237,8 @@ class WeightUpdate:
             self.rounding,
         )
         if self.squares is not None:
-            write_squares(*self.rows, old, self.W, self.M if writes_momenta else None)
+            W = wide_weights(self.W, rests)
+            write_squares(*self.rows, old, W, self.M if writes_momenta else None)
 
     def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
         """Write M in torch, with the bits of the kernel. Arguments as for `__call__`."""
@@ -244,14 +267,15 @@ def weight_update_torch(
     initial: Sequence[torch.Tensor] = (),
     factors_of_O: Sequence[torch.Tensor] = (),
     keeps: Sequence[torch.Tensor] = (),
-    rounding: StochasticRounding | None = None,
+    rounding: StochasticRounding | SplitWeights | None = None,
 ) -> None:
     """Compute the weights of `WeightUpdate` in torch, by rectangle, with the bits of the kernel.
 
     `factors`, at the offset of a rectangle: lr, 1 - rate; the rate as element RATE.
     """
+    rests = rounding.rests if isinstance(rounding, SplitWeights) else [None] * len(W)
     for i, (w, o, scale, at) in enumerate(zip(W, O, scales, group_offsets)):
-        wide = w.float()
+        wide = wide_weight(w, rests[i])
         factor = scale * factors[at]
         if factors_of_O:
             factor = factors_of_O[i] if keeps else factor * factors_of_O[i]
@@ -264,10 +288,10 @@ def weight_update_torch(
         else:
             new = wide - (wide - initial[i].float()) * factors[at + RATE]
         new.sub_(o.float().mul(factor))
-        if rounding is not None:
+        if isinstance(rounding, StochasticRounding):
             numbers = rounding.positions[i].tensor(w.device)
-            new = rounded_torch(new, numbers, rounding.keys[at // NUMBERS])
-        w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
+            new = rounded_torch(new, numbers, rounding.key_of(at))
+        write_weight(w, rests[i], new, None if skip is None else skip.is_updated(i))
 
 
 def is_unselected(o: torch.Tensor) -> torch.Tensor:
@@ -424,13 +448,14 @@ def _update_kernel(
     TYPE_5: tl.constexpr = None,
 ):
     """Compute `WeightUpdate` for a block of elements. Lists of the table: W, O; with MOMENTA also
-    M; with DECAY TO_INITIAL also W0; with ROUNDS also positions; with MOMENTA also G.
+    M; with DECAY TO_INITIAL also W0; with ROUNDS STOCHASTIC positions, with SPLIT rests; with
+    MOMENTA also G. Split weights are int16.
 
     `scales`: scale of each record. `sent`: addresses of the factors of O and of W of each record
     (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS, FEEDBACK: form of M.
     `update_momentum`: 0 leaves M alone. `flags`, `places`: see `unskipped`; read if SKIPS only.
-    `groups`: see `group_offset`; read if GROUPED only. `keys`: int64, one for each group; read if
-    ROUNDS only. `squares`: a row of `Squares` for each program; written if COLLECTS only.
+    `groups`: see `group_offset`; read if GROUPED only. `keys`: int64, one for each group; read
+    with STOCHASTIC only. `squares`: a row of `Squares` for each program; written if COLLECTS only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
@@ -446,28 +471,29 @@ def _update_kernel(
     stored = inside
     if SKIPS:
         inside = unskipped(inside, blocks, flags, places)
-    if not COLLECTS:  # else sums need the values of skipped rectangles, too
-        stored = inside
+    stored = stored if COLLECTS else inside  # sums need the values of skipped rectangles, too
     w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
-    w = tl.load(w_at, mask=stored).to(tl.float32)
-    o = tl.load(element_pointers(record, row, column, 1, TYPE_1, 0, ACCESS), mask=inside).to(
-        tl.float32
-    )
+    w = tl.load(w_at, mask=stored)
+    LIST: tl.constexpr = 2 + MOMENTA + (DECAY == 2)  # of positions or rests
+    SPLIT: tl.constexpr = ROUNDS == 2 and TYPE_0 == tl.int16
+    if SPLIT:
+        rest_at = element_pointers(record, row, column, LIST, tl.int16, 0, ACCESS)
+        w = joined_tile(w, tl.load(rest_at, mask=stored))
+    w = w.to(tl.float32)
+    o_at = element_pointers(record, row, column, 1, TYPE_1, 0, ACCESS)
+    o = tl.load(o_at, mask=inside).to(tl.float32)
     if MOMENTA:
         written = tl.where(update_momentum != 0, inside, False)
         m_at = element_pointers(record, row, column, 2, TYPE_2, 0, ACCESS)
         g_base = gradient_address(record, addresses, FIELDS)
-        if DECAY == 2 and ROUNDS:  # G is behind W0 and the positions
+        if DECAY == 2 and ROUNDS != 0:  # G is behind W0 and the positions or rests
             g_at = element_pointers(record, row, column, 5, TYPE_5, g_base, ACCESS)
-        elif DECAY == 2 or ROUNDS:
+        elif DECAY == 2 or ROUNDS != 0:
             g_at = element_pointers(record, row, column, 4, TYPE_4, g_base, ACCESS)
         else:
             g_at = element_pointers(record, row, column, 3, TYPE_3, g_base, ACCESS)
-        if COLLECTS:
-            counted = tl.where(update_momentum != 0, stored, False)
-            m = tl.load(m_at, mask=counted).to(tl.float32)
-        else:
-            m = tl.load(m_at, mask=written).to(tl.float32)
+        counted = tl.where(update_momentum != 0, stored, False)
+        m = tl.load(m_at, mask=counted).to(tl.float32)
         old_m = m
         if FEEDBACK:
             g = tl.load(g_at, mask=written).to(tl.float32)
@@ -500,13 +526,18 @@ def _update_kernel(
             first_at = element_pointers(record, row, column, 2, TYPE_2, 0, ACCESS)
         first = tl.load(first_at, mask=inside).to(tl.float32)
         new = w - (w - first) * tl.load(factors + group + 6) - o * factor
-    if ROUNDS:
-        LIST: tl.constexpr = 2 + MOMENTA + (DECAY == 2)
+    if ROUNDS == 1:  # STOCHASTIC
         numbers = element_numbers(record, row, column, LIST, ACCESS)
         new = _rounded(new, numbers, tl.load(keys + group // 12))  # 12: NUMBERS
-    tl.store(w_at, new.to(TYPE_0), mask=inside)
+    if SPLIT:
+        half, rest = split_tile(new)
+        tl.store(rest_at, rest, mask=inside)
+    else:
+        half = new.to(TYPE_0)
+        new = half.to(tl.float32)
+    tl.store(w_at, half, mask=inside)
     if COLLECTS:
-        new = tl.where(inside, new.to(TYPE_0).to(tl.float32), w)
+        new = tl.where(inside, new, w)
         squares_at = squares + tl.program_id(0).to(tl.int64) * 3
         tl.store(squares_at, total_square(new - w, stored, ACCESS))
         tl.store(squares_at + 1, total_square(new, stored, ACCESS))

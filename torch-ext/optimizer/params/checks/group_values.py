@@ -15,6 +15,8 @@ from ...rules.elementwise import elementwise_of
 from ...rules.muon import (
     AMBIGUOUS_SCALES,
     DRAWN_KEY,
+    MASTER_KEY,
+    MASTER_WEIGHTS,
     MOMENTUM_FORMS,
     ROUNDINGS,
     SCALES,
@@ -39,7 +41,8 @@ COUNTS = {
 
 def check_values(group: dict) -> None:
     """Raise ValueError for a wrong value of eps, adjust_lr_fn, decay, momentum_form, rounding,
-    ns_coefficients, ns_steps, betas, rule or options of the rule: schedules change none of them.
+    master_weights, ns_coefficients, ns_steps, betas, rule or options of the rule: schedules change
+    none of them.
     """
     require(0 <= number_of(group["eps"]) <= FP32_MAX, "eps", group["eps"], FINITE)
     _check_scale(group["adjust_lr_fn"])
@@ -69,8 +72,16 @@ def check_rounding(group: Mapping) -> None:
     rounding = group.get("rounding", ROUNDINGS[0])
     is_known = isinstance(rounding, str) and rounding in ROUNDINGS
     require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
+    halves = group.get(MASTER_KEY)
+    is_known = halves is None or isinstance(halves, str) and halves in MASTER_WEIGHTS
+    require(is_known, MASTER_KEY, halves, f"one of {MASTER_WEIGHTS}")
     if rounding == ROUNDINGS[0]:
         return
+    if halves is not None:
+        raise ValueError(
+            f"rounding={rounding!r} with {MASTER_KEY}={halves!r}, which keeps all bits "
+            "of a weight, so that nothing is rounded: leave one of them out"
+        )
     if is_adamw(group):
         raise ValueError(
             f"rounding={rounding!r} in a group with use_muon=False: torch's kernels write the "

@@ -1,0 +1,1 @@
+"""How weights are stored."""
