@@ -422,3 +422,41 @@ def test_layouts_that_are_refused():
         arguments(True, {}, config_of(), [chunk], None)
     with pytest.raises(ValueError, match="closure"):
         optimizer_of(model_of()).step(lambda: 0.0)
+
+
+def qkv_arguments(p, groups=None, **sizes):
+    chunk = chunk_of({"linear_qkv.weight": p})
+    for key, value in sizes.items():
+        setattr(chunk.config, key, value)
+    arguments = part("integrations.megatron")._arguments
+    return lambda **config: arguments(False, {}, config_of(**config), [chunk], groups)
+
+
+def test_query_groups_that_do_not_fit_are_refused():
+    for rows, sizes, message in ((72, {}, "it has 72 rows, which are no multiple of the 16 rows"),
+                                 (64, {"kv_channels": None}, "query group are unknown: .*kv_channels")):
+        make = qkv_arguments(nn.Parameter(torch.zeros(rows, HIDDEN)), **sizes)
+        with pytest.raises(ValueError, match=f"parameter linear_qkv.weight: .*{message}.*muon_split_qkv=False"):
+            make()
+        make(muon_split_qkv=False)
+    own = nn.Parameter(torch.zeros(64, HIDDEN))
+    own.qkv_split_shapes = [24, 4, 4]  # of the parameter, without those of the config
+    traits = qkv_arguments(own, kv_channels=None)()["traits"][own]
+    assert traits.split(64) == {"rows": [24, 4, 4], "repeat": 2}
+    qkv_arguments(nn.Parameter(torch.zeros(72, HIDDEN), requires_grad=False))()
+
+
+def test_query_groups_with_padding_of_each_rank_are_refused():
+    def group(ranks):
+        return SimpleNamespace(size=lambda: ranks)
+
+    p = nn.Parameter(torch.zeros(24, HIDDEN))  # 2 query groups and 16 rows of padding over 2 ranks of GTP
+    p.tensor_model_parallel, p.partition_dim, p.is_gtp_weight_remat, p.pad_length = True, 0, True, 16
+    make = qkv_arguments(p, SimpleNamespace(tp=group(2), gtp_remat=group(2)))
+    with pytest.raises(ValueError, match="parameter linear_qkv.weight: .*padding.*muon_split_qkv=False"):
+        make()
+    make(muon_split_qkv=False)
+    qkv_arguments(p, SimpleNamespace(tp=group(1), gtp_remat=group(2)))()
+    p.pad_length, p.data = 8, torch.zeros(20, HIDDEN)
+    with pytest.raises(ValueError, match="40 rows, of which 8 are padding"):
+        qkv_arguments(p, SimpleNamespace(tp=group(1), gtp_remat=group(2)))()

@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ SCALES = {
 PRECISIONS = {"medium": None, "high": torch.float32, "highest": torch.float32}
 NUMBERS = "lr", "weight_decay", "momentum"  # of a group, which schedules change
 STATE = "momentum_buffer"  # also the name that Megatron's own muon uses
+WITHOUT_SPLIT = "set muon_split_qkv=False to orthogonalize the whole matrix"
 GATE_UP = re.compile(r"(^|\.)linear_fc1\.weight\d*$")
 
 
@@ -138,10 +139,12 @@ def _arguments(
     with in_config_terms("OptimizerConfig", called=CALLED):
         # Without lr the scheduler writes one into each group
         _try({**given, **numbers, "lr": 0.0 if config.lr is None else config.lr})
+    traits = _traits_of_model(model_chunks, config.muon_split_qkv, split_gate_up)
+    _check_query_groups(traits, functools.partial(_axes, pg_collection, False))
     return {
         **numbers,
         **given,
-        "traits": _traits_of_model(model_chunks, config.muon_split_qkv, split_gate_up),
+        "traits": traits,
         "groups": pg_collection,
         "has_copies": not is_layer_wise,
     }
@@ -197,10 +200,19 @@ class Traits:
     is_gtp: bool = False  # rows are sharded by generalized tensor parallelism, too
     qkv: tuple[int, ...] | None = None  # rows of q, k and v in a query group, if they are units
     is_gate_up: bool = False  # gate and up are units
+    padding: int = 0  # rows of zeros that GTP has added on each rank of tensor parallelism
 
     def split(self, rows: int) -> dict | None:
-        """The key `split` of a parameter with `rows` rows on all ranks together."""
-        if self.qkv is not None and rows % sum(self.qkv) == 0:
+        """The key `split` of a parameter with `rows` rows on all ranks together. Raises ConfigError
+        if they are no whole number of query groups.
+        """
+        if self.qkv is not None:
+            if rows % sum(self.qkv):
+                padded = f", of which {self.padding} are padding" if self.padding else ""
+                raise ConfigError(
+                    f"parameter {self.name}: it has {rows} rows{padded}, which are no multiple of "
+                    f"the {sum(self.qkv)} rows {self.qkv} of a query group; {WITHOUT_SPLIT}"
+                )
             return {"rows": list(self.qkv), "repeat": rows // sum(self.qkv)}
         return {"rows": [rows // 2, rows // 2]} if self.is_gate_up else None
 
@@ -224,9 +236,43 @@ def _traits_of_model(
                     "it out"
                 )
             is_qkv = "linear_qkv.weight" in name or getattr(param, "is_qkv", False)
-            rows = qkv if is_qkv and split_qkv else None
+            rows = None
+            if split_qkv and is_qkv and _is_stepped(param):
+                rows = getattr(param, "qkv_split_shapes", None) or qkv
+                if rows is None:
+                    raise ConfigError(
+                        f"parameter {label}: the rows of q, k and v in a query group are unknown: "
+                        "the config of the model needs num_attention_heads, num_query_groups and "
+                        f"kv_channels, or the parameter qkv_split_shapes; {WITHOUT_SPLIT}"
+                    )
             found[param] = _traits(param, label, parts, rows, split_gate_up)
     return found
+
+
+def _is_stepped(param: torch.Tensor) -> bool:
+    """Whether Megatron gives a parameter to this optimizer, and not to Adam."""
+    is_matrix = param.ndim == 2 and not getattr(param, "is_embedding_or_output_parameter", False)
+    return param.requires_grad and is_matrix and getattr(param, "use_muon", True)
+
+
+def _check_query_groups(
+    traits: Mapping[torch.Tensor, Traits], axes_of: Callable[[Traits], Sequence]
+) -> None:
+    """Raise ConfigError if q, k and v of a parameter cannot be units. `axes_of`: the axes of a
+    parameter, as of `_axes`.
+    """
+    for param, of in traits.items():
+        if of.qkv is None:
+            continue
+        by_tp = [dim for _, dim in axes_of(replace(of, is_gtp=False))]
+        if of.padding and 0 in by_tp:
+            raise ConfigError(
+                f"parameter {of.name}: muon_split_qkv=True is not supported with rows of padding "
+                "(pad_length) on each rank of tensor parallelism, which would be taken for rows "
+                f"of q, k and v; {WITHOUT_SPLIT}, or choose sizes that need no padding"
+            )
+        ranks = math.prod(group.size() for group, dim in axes_of(of) if dim == 0)
+        of.split(param.shape[0] * ranks)
 
 
 def _gated_parts(name: str, config: object) -> int | None:
@@ -279,8 +325,9 @@ def _traits(
         getattr(param, "expert_tp", False),
         not getattr(param, "allreduce", True),
         is_gtp,
-        qkv and tuple(getattr(param, "qkv_split_shapes", None) or qkv),
+        qkv and tuple(qkv),
         is_gate_up,
+        getattr(param, "pad_length", 0) if is_gtp else 0,
     )
 
 
@@ -422,7 +469,7 @@ class MegatronMuon(torch.optim.Optimizer):
 
     def _place(self, param: torch.Tensor, traits: Traits) -> View:
         """The view of a parameter."""
-        axes = self._axes(traits)
+        axes = _axes(self._groups, self._has_copies, traits)
         if not axes:
             whole = param if param.requires_grad else nn.Parameter(param.detach())
             return View(param, whole, None, lambda tensor: tensor)
@@ -441,20 +488,23 @@ class MegatronMuon(torch.optim.Optimizer):
         view = sharded_view(param, self._meshes[groups], dims, parts)
         return View(param, view, view.detach(), placed)
 
-    def _axes(self, traits: Traits) -> list[tuple[dist.ProcessGroup, int | None]]:
-        """[(process group of Megatron, dim that its ranks shard, None: copies)] of a parameter,
-        without groups of one rank.
-        """
-        prefix = "expt_" if traits.is_expert else ""
-        named = []
-        if self._has_copies:
-            named.append(("expt_dp" if traits.has_expert_copies else "dp_cp", None))
-        if traits.dim is not None:
-            named.append((f"{prefix}tp", traits.dim))
-        if traits.is_gtp:
-            named.append((f"{prefix}gtp_remat", 0))
-        found = [(getattr(self._groups, name, None), dim) for name, dim in named]
-        return [(group, dim) for group, dim in found if group is not None and group.size() > 1]
+
+def _axes(
+    groups: Any, has_copies: bool, traits: Traits
+) -> list[tuple[dist.ProcessGroup, int | None]]:
+    """[(process group of Megatron, dim that its ranks shard, None: copies)] of a parameter,
+    without groups of one rank. Arguments: as of `MegatronMuon`.
+    """
+    prefix = "expt_" if traits.is_expert else ""
+    named = []
+    if has_copies:
+        named.append(("expt_dp" if traits.has_expert_copies else "dp_cp", None))
+    if traits.dim is not None:
+        named.append((f"{prefix}tp", traits.dim))
+    if traits.is_gtp:
+        named.append((f"{prefix}gtp_remat", 0))
+    found = [(getattr(groups, name, None), dim) for name, dim in named]
+    return [(group, dim) for group, dim in found if group is not None and group.size() > 1]
 
 
 def _mesh_of(groups: Sequence[dist.ProcessGroup], device_type: str) -> object:
