@@ -330,6 +330,29 @@ def test_sharded_views():
     run_threads(2, views)
 
 
+# State
+
+
+def test_momentum_of_bf16_parameters_stays_fp32():
+    """Through a checkpoint, bit by bit, and after a program has rounded it."""
+    model = model_of(dtype=torch.bfloat16)
+    optimizer = optimizer_of(model)
+    for p in model.values():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    loaded = optimizer_of(model)
+    loaded.load_state_dict(saved)
+    for p in model.values():
+        assert loaded.state[p]["momentum_buffer"].dtype == torch.float32
+        assert torch.equal(loaded.state[p]["momentum_buffer"], optimizer.state[p]["momentum_buffer"])
+        loaded.state[p]["momentum_buffer"] = loaded.state[p]["momentum_buffer"].bfloat16()
+    loaded.step()
+    assert {state["momentum_buffer"].dtype for state in loaded.state.values()} == {torch.float32}
+    for view in loaded._views:
+        assert loaded.muon.state[view.param]["momentum_buffer"] is loaded.state[view.local]["momentum_buffer"]
+
+
 # The registry
 
 

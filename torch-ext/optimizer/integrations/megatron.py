@@ -429,11 +429,25 @@ class MegatronMuon(torch.optim.Optimizer):
         for view in lent:
             view.drop_gradient()
 
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict) -> None:
+        """As in torch, but momentum becomes fp32, also for parameters of another dtype."""
+        super().load_state_dict(state_dict)
+        saved = state_dict["state"]
+        for group, of in zip(self.param_groups, state_dict["param_groups"]):
+            for param, number in zip(group["params"], of["params"]):
+                momentum = saved.get(number, {}).get(STATE)
+                # torch has rounded it to the dtype of the parameter
+                if momentum is not None and param.dtype != torch.float32:
+                    self.state[param][STATE] = momentum.to(param.device, torch.float32, copy=True)
+
     def _momentum(self, param: torch.Tensor) -> torch.Tensor:
-        """The momentum of a parameter, created if missing."""
+        """The momentum of a parameter in fp32, created if missing."""
         state = self.state[param]
         if STATE not in state:
             state[STATE] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+        if state[STATE].dtype != torch.float32:
+            state[STATE] = state[STATE].float()
         return state[STATE]
 
     def _follow_state(self, view: View) -> None:
