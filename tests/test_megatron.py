@@ -353,6 +353,20 @@ def test_momentum_of_bf16_parameters_stays_fp32():
         assert loaded.muon.state[view.param]["momentum_buffer"] is loaded.state[view.local]["momentum_buffer"]
 
 
+def test_momentum_of_another_shape_is_refused():
+    model = model_of()
+    optimizer = optimizer_of(model)
+    train(optimizer, model, steps=range(1))
+    name = "layers.0.mlp.linear_fc2.weight"
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][list(model).index(name)]["momentum_buffer"] = torch.zeros(HIDDEN, FFN // 2)
+    optimizer.load_state_dict(saved)
+    before = {name: p.detach().clone() for name, p in model.items()}
+    with pytest.raises(ValueError, match=rf"parameter {name}: .* shape \(16, 12\), .* shape \(16, 24\): load a"):
+        train(optimizer, model, steps=range(1, 2))
+    assert_shards_of(model, before, 0, 1)
+
+
 # The registry
 
 

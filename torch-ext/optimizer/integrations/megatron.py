@@ -340,6 +340,7 @@ class View(NamedTuple):
     param: torch.Tensor
     grad: torch.Tensor | None  # a DTensor for the gradient of a view
     placed: Callable[[torch.Tensor], torch.Tensor]  # a plain tensor in the form of `param`
+    name: str
 
     def lend_gradient(self) -> None:
         """Give `param` the memory and the gradient that `local` has now."""
@@ -451,9 +452,17 @@ class MegatronMuon(torch.optim.Optimizer):
         return state[STATE]
 
     def _follow_state(self, view: View) -> None:
-        """Give `muon` the momentum, if it was created, loaded or moved."""
+        """Give `muon` the momentum, if it was created, loaded or moved. Raises ValueError for a
+        momentum of another shape than the shard.
+        """
         momentum = self._momentum(view.local)
         if self._momenta.get(view.local) is not momentum:
+            if momentum.shape != view.local.shape:
+                raise ValueError(
+                    f"parameter {view.name}: its {STATE} has the shape {tuple(momentum.shape)}, but "
+                    f"this rank holds a shard of shape {tuple(view.local.shape)}: load a checkpoint "
+                    "of the same tensor parallelism, or one in Megatron's format torch_dist"
+                )
             self._momenta[view.local] = momentum
             self.muon.state[view.param] = {STATE: view.placed(momentum)}
 
@@ -486,7 +495,7 @@ class MegatronMuon(torch.optim.Optimizer):
         axes = _axes(self._groups, self._has_copies, traits)
         if not axes:
             whole = param if param.requires_grad else nn.Parameter(param.detach())
-            return View(param, whole, None, lambda tensor: tensor)
+            return View(param, whole, None, lambda tensor: tensor, traits.name)
         groups, dims = zip(*axes)
         if groups not in self._meshes:
             self._meshes[groups] = _mesh_of(groups, param.device.type)
@@ -500,7 +509,7 @@ class MegatronMuon(torch.optim.Optimizer):
             return found
 
         view = sharded_view(param, self._meshes[groups], dims, parts)
-        return View(param, view, view.detach(), placed)
+        return View(param, view, view.detach(), placed, traits.name)
 
 
 def _axes(
