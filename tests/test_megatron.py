@@ -35,7 +35,7 @@ def config_of(**changed):
     fields = {"lr": 0.02, "weight_decay": 0.1, "optimizer": "muon", "use_layer_wise_distributed_optimizer": False,
               "muon_momentum": 0.95, "muon_split_qkv": True, "muon_nesterov": False, "muon_scale_mode": "spectral",
               "muon_fp32_matmul_prec": "medium", "muon_coefficient_type": "quintic", "muon_num_ns_steps": 5,
-              "muon_extra_scale_factor": 1.0, "muon_tp_mode": "blockwise"}
+              "muon_extra_scale_factor": 1.0, "muon_tp_mode": "blockwise", "muon_scalar_optimizer": "adam"}
     return SimpleNamespace(**{**fields, **changed})
 
 
@@ -435,10 +435,16 @@ def test_an_older_megatron_is_refused(registry):
     ({"muon_num_ns_steps": 0}, "OptimizerConfig: muon_num_ns_steps"),
     ({"muon_momentum": 1.5}, "OptimizerConfig: muon_momentum"),
     ({"weight_decay": -1.0}, "OptimizerConfig: weight_decay"),
+    ({"muon_scalar_optimizer": "lion", "optimizer": "ours"}, "muon_scalar_optimizer='lion' has no .*optimizer='ours'"),
 ])
 def test_values_that_are_refused_by_their_key_of_the_config(changed, message):
     with pytest.raises(ValueError, match=message):
         optimizer_of(model_of(), **changed)
+
+
+def test_the_optimizer_of_vectors_under_names_that_megatron_knows():
+    for name in ("muon", "dist_muon", "adaptive_muon"):
+        optimizer_of(model_of(), optimizer=name, muon_scalar_optimizer="lion")
 
 
 def test_layouts_that_are_refused():

@@ -58,6 +58,8 @@ SCALES = {
     "unit_rms_norm": lambda R, C: math.sqrt(R / C),
 }
 PRECISIONS = {"medium": None, "high": torch.float32, "highest": torch.float32}
+# Names with which Megatron reads muon_scalar_optimizer
+WITH_SCALAR_OPTIMIZER = "muon", "adaptive_muon"
 NUMBERS = "lr", "weight_decay", "momentum"  # of a group, which schedules change
 STATE = "momentum_buffer"  # also the name that Megatron's own muon uses
 WITHOUT_SPLIT = "set muon_split_qkv=False to orthogonalize the whole matrix"
@@ -132,6 +134,7 @@ def _arguments(
     """
     is_layer_wise = config.use_layer_wise_distributed_optimizer
     is_layer_wise = is_layer_wise or config.optimizer.startswith("dist_")
+    _check_scalar_optimizer(config)
     _check_data_parallel(model_chunks, is_layer_wise)
     given = {**_values(config), **options}
     numbers = {"lr": config.lr, "weight_decay": config.weight_decay}
@@ -148,6 +151,17 @@ def _arguments(
         "groups": pg_collection,
         "has_copies": not is_layer_wise,
     }
+
+
+def _check_scalar_optimizer(config: Any) -> None:
+    """Raise ConfigError if Megatron does not read muon_scalar_optimizer."""
+    name = config.optimizer.removeprefix("dist_")
+    if config.muon_scalar_optimizer != "adam" and name not in WITH_SCALAR_OPTIMIZER:
+        raise ConfigError(
+            f"muon_scalar_optimizer={config.muon_scalar_optimizer!r} has no effect with "
+            f"optimizer={name!r}: Megatron reads it for {' and '.join(WITH_SCALAR_OPTIMIZER)} "
+            f"only. Call {WHERE} without name=, or leave muon_scalar_optimizer at 'adam'"
+        )
 
 
 def _check_data_parallel(model_chunks: Sequence[nn.Module], is_layer_wise: bool) -> None:
