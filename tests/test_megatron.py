@@ -415,11 +415,21 @@ def test_the_entry_takes_the_place_of_megatrons(registry):
     ({"ns_steps": 0}, ValueError, "register_megatron_muon: .*ns_steps"),
     ({"wire_dtype": "fp8"}, ValueError, "wire_dtype: there is no dtype 'fp8'"),
     ({"shard_state": True}, ValueError, "there is no key 'shard_state'"),
+    ({"name": 3}, ValueError, "name=3 is not allowed: it must be a text"),
+    ({"name": ""}, ValueError, "name='' is not allowed"),
+    ({"split_gate_up": "yes"}, ValueError, "split_gate_up='yes' is not allowed: it must be True or False"),
 ])
 def test_options_that_are_refused(registry, options, error, message):
     with pytest.raises(error, match=message):
         package().register_megatron_muon(**options)
     assert registry._EMERGING_OPTIMIZERS == {"muon": "Megatron's"}
+
+
+@pytest.mark.parametrize("missing", ["megatron", "megatron.core.optimizer"])
+def test_without_megatron_the_way_out_is_said(registry, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match="register_megatron_muon: Megatron-Core cannot .*install megatron-core 0.19"):
+        package().register_megatron_muon()
 
 
 def test_an_older_megatron_is_refused(registry):

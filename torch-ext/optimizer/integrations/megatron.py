@@ -74,9 +74,18 @@ def register_megatron_muon(
 
     Values come from the keys `muon_*` of OptimizerConfig. split_gate_up: orthogonalize gate and up
     of gated MLPs as two matrices. options: arguments of `Muon` from `OPTIONS`, which come before
-    the config. Raises ImportError without Megatron-Core 0.19, ValueError or TypeError for options
+    the config. Raises ImportError without Megatron-Core 0.19, ValueError or TypeError for arguments
     that are not allowed.
     """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{WHERE}: name={name!r} is not allowed: it must be a text, the value of "
+            "OptimizerConfig.optimizer"
+        )
+    if not isinstance(split_gate_up, bool):
+        raise ConfigError(
+            f"{WHERE}: split_gate_up={split_gate_up!r} is not allowed: it must be True or False"
+        )
     registry = _registry()
     refuse_unknown(options, OPTIONS, WHERE)
     with in_config_terms(WHERE):
@@ -96,8 +105,16 @@ def register_megatron_muon(
 
 def _registry() -> ModuleType:
     """The module of Megatron-Core with the entries of optimizers."""
-    import megatron.core
-    import megatron.core.optimizer
+    try:
+        import megatron.core
+        import megatron.core.optimizer
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "megatron":
+            raise  # a package that Megatron needs
+        raise ImportError(
+            f"{WHERE}: Megatron-Core cannot be imported ({error}): install megatron-core 0.19 or "
+            "newer, or put its folder on PYTHONPATH"
+        ) from error
 
     module = getattr(megatron.core.optimizer, "emerging_optimizers", None)
     if not hasattr(module, "EmergingOptimizerEntry"):
