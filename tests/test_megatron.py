@@ -322,6 +322,13 @@ def views(rank, world):
     for dims, parts in (((2,), 1), ((0, 1), 1), ((None,), 2), ((0,), 5), ((0,), 0)):
         with pytest.raises(ValueError, match="is not allowed for a shard of shape"):
             package().sharded_view(torch.zeros(6, 8), mesh, dims, parts)
+    for wrong, message in (({"dims": 0}, "dims=0 is not allowed .*must be a tuple"),
+                           ({"dims": (True,)}, r"dims=\(True,\) is not allowed"),
+                           ({"dims": (1.0,)}, r"dims=\(1.0,\) is not allowed"),
+                           ({"parts": 2.0}, "parts=2.0 is not allowed: .*whole number"),
+                           ({"parts": True}, "parts=True is not allowed")):
+        with pytest.raises(ValueError, match=message):
+            package().sharded_view(torch.zeros(6, 8), mesh, **wrong)
     copies = package().sharded_view(torch.zeros(6, 8), init_device_mesh("cpu", (1, world)), (None, 1))
     assert copies.shape == (6, 16)
 
