@@ -61,9 +61,9 @@ def sharded_view(
 
     mesh: the ranks that together hold the parameter. dims: for each axis of `mesh`, the dim that
     the axis shards, or None for copies. parts: number of matrices that are fused along the dim of
-    the last axis, each of which the axis shards, such as 2 for gate and up. Shards have equal
-    shapes on all ranks, which is not checked. A new `local.data` is the new shard. The gradient of the parameter must be a DTensor of
-    the same mesh and placements.
+    the last axis, each of which the axis shards, such as 2 for gate and up. Shards must have equal
+    shapes on all ranks, which is not checked. A new `local.data` is the new shard. The gradient of
+    the parameter must be a DTensor of the same mesh and placements.
 
     Raises ValueError for dims that `local` or `mesh` does not have, and for parts that are no whole
     number or do not divide the shard.

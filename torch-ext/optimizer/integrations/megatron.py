@@ -21,7 +21,15 @@ from torch import nn
 
 from ..communication.redistribute import sharded_view
 from ..muon import Muon
-from .config import ConfigError, dtype_of, in_config_terms, near, refuse_text, refuse_unknown
+from .config import (
+    ConfigError,
+    dtype_of,
+    in_config_terms,
+    near,
+    refuse_text,
+    refuse_unknown,
+    trial_matrix,
+)
 
 WHERE = "register_megatron_muon"
 # Arguments of `Muon` that a user may give, besides the values of Megatron's config
@@ -129,7 +137,7 @@ def _registry() -> ModuleType:
 def _try(arguments: Mapping) -> None:
     """Raise what `Muon` raises for arguments, without the number of a group."""
     try:
-        Muon([nn.Parameter(torch.zeros(2, 2))], **arguments)
+        Muon([trial_matrix()], **arguments)
     except ValueError as error:
         raise ValueError(str(error).removeprefix("in group 0 (#0): ")) from error
 
@@ -490,9 +498,10 @@ class MegatronMuon(torch.optim.Optimizer):
         if self._momenta.get(view.local) is not momentum:
             if momentum.shape != view.local.shape:
                 raise ValueError(
-                    f"parameter {view.name}: its {STATE} has the shape {tuple(momentum.shape)}, but "
-                    f"this rank holds a shard of shape {tuple(view.local.shape)}: load a checkpoint "
-                    "of the same tensor parallelism, or one in Megatron's format torch_dist"
+                    f"parameter {view.name}: its {STATE} has the shape {tuple(momentum.shape)}, "
+                    f"but this rank holds a shard of shape {tuple(view.local.shape)}: load a "
+                    "checkpoint of the same tensor parallelism, or one in Megatron's format "
+                    "torch_dist"
                 )
             self._momenta[view.local] = momentum
             self.muon.state[view.param] = {STATE: view.placed(momentum)}
