@@ -304,6 +304,18 @@ def test_units_do_not_depend_on_the_number_of_ranks():
     assert torch.equal(torch.cat(run_threads(4, cut_query_groups)), cut_query_groups(0, 1))
 
 
+def meshes_under_a_default_device(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = [mesh.get_group("dp"), mesh.get_group("tp")]
+    with torch.device("meta"):
+        found = part("integrations.megatron")._mesh_of(groups, "cpu")
+    return found.mesh.tolist()
+
+
+def test_meshes_do_not_depend_on_the_default_device():
+    assert run_threads(4, meshes_under_a_default_device) == [[[0, 1], [2, 3]]] * 4
+
+
 # Views of shards
 
 

@@ -579,8 +579,9 @@ def _mesh_of(groups: Sequence[dist.ProcessGroup], device_type: str) -> object:
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type)
     here = dist.get_rank()
-    ranks = torch.tensor(here)
+    ranks = torch.tensor(here, device="cpu")
     for group in groups:
-        ranks = ranks[..., None] + torch.tensor(dist.get_process_group_ranks(group)) - here
+        members = torch.tensor(dist.get_process_group_ranks(group), device="cpu")
+        ranks = ranks[..., None] + members - here
     names = tuple(f"axis{i}" for i in range(len(groups)))
     return DeviceMesh.from_group(list(groups), device_type, ranks, mesh_dim_names=names)

@@ -201,7 +201,10 @@ class QKClip:
             raise ValueError(
                 f"there is no layer {shortened(repr(layer))}; there are {_some(self.layers)}"
             )
-        values = local_of(maxima) if isinstance(maxima, torch.Tensor) else torch.as_tensor(maxima)
+        if isinstance(maxima, torch.Tensor):
+            values = local_of(maxima)
+        else:
+            values = torch.as_tensor(maxima, dtype=torch.float32, device="cpu")
         count = values.numel()
         if values.ndim != 1 or not 0 < count <= known.heads or known.heads % count:
             raise ValueError(
@@ -270,14 +273,14 @@ class QKClip:
     @property
     def clipped(self) -> torch.Tensor:
         """Number of heads that the last step has clipped, on all ranks: int64, on the device."""
-        return torch.zeros((), dtype=torch.int64) if self._results is None else self._results[1]
+        return _no_heads() if self._results is None else self._results[1]
 
     @property
     def nonfinite(self) -> torch.Tensor:
         """Number of heads for which NaN or Inf was recorded before the last step: int64, on the
         device.
         """
-        return torch.zeros((), dtype=torch.int64) if self._results is None else self._results[2]
+        return _no_heads() if self._results is None else self._results[2]
 
     def recording(self, model: torch.nn.Module) -> contextlib.AbstractContextManager:
         """Context manager: `scaled_dot_product_attention`, called in modules of `model` with the
@@ -312,6 +315,11 @@ def _check_shape(
         layer.slots(name, param.shape[dim], shared_keys)
     except ValueError as error:
         raise ValueError(f"{label} of shape {tuple(param.shape)}: {error}") from None
+
+
+def _no_heads() -> torch.Tensor:
+    """The count of heads before the first step."""
+    return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def _empty(kept: Sequence[Recorded]) -> None:
