@@ -6,6 +6,7 @@ The public class. hook.py scales the weights during a step. Sends nothing.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -296,6 +297,13 @@ class QKClip:
         layers = [item for item in self.layers.items() if names & item[1].weights.keys()]
         has_group = self.process_group is not None
         return repr((self.threshold, self.shared_keys, self.heads_dim, has_group, layers))
+
+
+def unattached(clip: QKClip) -> QKClip:
+    """Return a copy of `clip` that belongs to no optimizer, without logits and results."""
+    found = copy.copy(clip)
+    found._places, found._recorded, found._taken, found._results = {}, {}, {}, None
+    return found
 
 
 def _check_shape(
