@@ -7,6 +7,7 @@ Megatron reads and writes, and steps views of the same memory, DTensors of the w
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 import re
@@ -267,8 +268,8 @@ def _traits_of_model(
         for name, param in chunk.named_parameters():
             label = re.sub(r"^(module\.)+", "", name)
             label = label if len(model_chunks) == 1 else f"{number}.{label}"
-            parts = _gated_parts(name, config)
-            if split_gate_up and parts == 0:
+            gated = _gated_kind(name, config)
+            if split_gate_up and gated is Gated.INTERLEAVED:
                 raise ConfigError(
                     f"parameter {label}: split_gate_up=True is not supported with "
                     "moe_mlp_glu_interleave_size, with which rows of gate and up take turns: leave "
@@ -284,7 +285,7 @@ def _traits_of_model(
                         "the config of the model needs num_attention_heads, num_query_groups and "
                         f"kv_channels, or the parameter qkv_split_shapes; {WITHOUT_SPLIT}"
                     )
-            found[param] = _traits(param, label, parts, rows, split_gate_up)
+            found[param] = _traits(param, label, gated, rows, split_gate_up)
     return found
 
 
@@ -314,14 +315,22 @@ def _check_query_groups(
         of.split(param.shape[0] * ranks)
 
 
-def _gated_parts(name: str, config: object) -> int | None:
-    """2 for gate and up in one weight, 0 if their rows take turns, None for another weight."""
+class Gated(enum.Enum):
+    """How gate and up lie in a weight."""
+
+    NONE = enum.auto()  # another weight
+    IN_BLOCKS = enum.auto()  # rows of gate, then rows of up
+    INTERLEAVED = enum.auto()  # rows of gate and up take turns
+
+
+def _gated_kind(name: str, config: object) -> Gated:
+    """How gate and up lie in the weight of a name."""
     if not GATE_UP.search(name) or not getattr(config, "gated_linear_unit", False):
-        return None
+        return Gated.NONE
     kinds = ("shared_experts", "moe_shared_expert"), ("experts", "moe_mlp")
     prefix = next((prefix for kind, prefix in kinds if kind in name), None)
     takes_turns = getattr(config, f"{prefix}_glu_interleave_size", None) is not None
-    return 0 if takes_turns else 2
+    return Gated.INTERLEAVED if takes_turns else Gated.IN_BLOCKS
 
 
 def _qkv_rows(config: Any) -> tuple[int, ...] | None:
@@ -338,24 +347,24 @@ def _qkv_rows(config: Any) -> tuple[int, ...] | None:
 def _traits(
     param: torch.Tensor,
     name: str,
-    parts: int | None = None,
+    gated: Gated = Gated.NONE,
     qkv: tuple[int, ...] | None = None,
     split_gate_up: bool = False,
 ) -> Traits:
-    """The traits of a parameter by Megatron's attributes. `parts`: as in `_gated_parts`. Raises
-    ConfigError if split_gate_up cannot be done.
+    """The traits of a parameter by Megatron's attributes. Raises ConfigError if split_gate_up
+    cannot be done.
     """
     dim = getattr(param, "partition_dim", -1)
     is_sharded = getattr(param, "tensor_model_parallel", False) and dim in range(param.ndim)
     is_gtp = getattr(param, "is_gtp_weight_remat", False)
-    is_gate_up = split_gate_up and parts == 2
+    is_gate_up = split_gate_up and gated is Gated.IN_BLOCKS
     if is_gate_up and is_gtp:
         raise ConfigError(
             f"parameter {name}: split_gate_up=True is not supported with generalized tensor "
             "parallelism, which cuts through gate and up of a rank: leave it out"
         )
-    if not parts:
-        parts = getattr(param, "partition_stride", 1)
+    # Muon steps a matrix with its rows in another order alike: interleaved rows need no own case
+    parts = 2 if gated is Gated.IN_BLOCKS else getattr(param, "partition_stride", 1)
     return Traits(
         name,
         dim if is_sharded else None,
