@@ -21,7 +21,9 @@ import torch.distributed as dist
 from . import memory_report, pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
 from .communication.process_groups import ProcessGroups, check_process_group, world_now
+from .execution.adamw_updates import StatePlace
 from .execution.cuda_graphs import check_environment, on_device
+from .execution.offload.offload import Offload
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
@@ -127,6 +129,9 @@ class Muon(StateDictMethods):
         NaN spoils its matrix. "skip": the matrix (AdamW: parameter) keeps weight and state on every
         rank, and `skipped` counts. "raise": nothing changes on any rank, and the step, which waits
         for the device, raises RuntimeError.
+    offload_state (False): True: momentum and all other state per element lies in host memory,
+        pinned on CUDA, and is copied to the GPU and back in every step; an int: so many bytes of it
+        stay on the GPU. Equal bits. No CUDA graphs. Call `wait` before you read `state`.
     overlap_backward (False): True: gradients are sent to owners during the backward inside
         `last_backward`. Each bucket has memory of its own. Equal bits.
     overlap_forward (False): True: on GPUs no stream waits for `step`. Each module of a model given
@@ -226,7 +231,7 @@ class Muon(StateDictMethods):
         self._consolidated = None  # result of consolidate_state_dict, until the next step
         self._skipped: torch.Tensor | None = None  # int64 count, on the device
         self._watch: Stopwatch | None = None  # times of the last step, with `timing`
-        self._preparation = Preparation()
+        self._preparation = Preparation(Offload(options) if options.offload_state else StatePlace())
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
         self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys
@@ -495,6 +500,7 @@ class Muon(StateDictMethods):
         as_bound = self._preparation.is_as_bound(self.param_groups, self.state)
         if ready := as_bound and not self.timing:
             self._preparation.process_groups.begin_step()
+            self._preparation.place.prefetch()
         return self._backward_overlap.allow_start(ready)
 
     def plan_report(self) -> Report:

@@ -39,7 +39,7 @@ from ..rules.elementwise import elementwise_of
 from ..rules.muon import STEPS_KEY, comparable_scale, is_corrected, is_stochastic, is_sum
 from ..rules.rule import host_constants, rule_of, selection_of, sends_signs
 from ..state import create
-from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
+from .adamw_updates import BUCKET_UPDATES, AdamWUpdate, StatePlace
 from .bucket_updates import BucketInputs
 from .cuda_graphs import Graphs, release_before_groups
 from .fingerprint import StepFingerprint, memory_key
@@ -270,8 +270,9 @@ class Preparation:
     step; None if the next step has to look at everything.
     """
 
-    def __init__(self) -> None:
-        """Start without plans; call `drop_plans` before the first step."""
+    def __init__(self, place: StatePlace) -> None:
+        """Start without plans; call `drop_plans` before the first step. `place`: of state."""
+        self.place = place
         self.bound = BoundStep()
         self.world: object = None
         self.process_groups: ProcessGroups | None = None
@@ -321,6 +322,7 @@ class Preparation:
         comparison of ranks, with `unscale_in_step` resolved. `scaled`: a GradScaler decides about
         the step. `hook`: is told of state that moves, and of written buckets.
         """
+        self.place.wait()
         check_changed_groups(groups, own)
         if None in self._plan_keys.values():
             warn_of_idle(groups)
@@ -341,6 +343,7 @@ class Preparation:
                 self._memory_key = self._param_forms = self.fingerprint = None
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
+        self.place.pack(plans, state, device_of(groups))
         key = *memory_key(params, state, groups), scaled
         if key != self._memory_key:
             forms = [form_of(p) for p in params]
@@ -382,6 +385,7 @@ class Preparation:
             hook,
             groups,
             own,
+            self.place,
         )
         if options.capturable and self.graphs.on:
             self.process_groups.check_capturable()
@@ -432,8 +436,9 @@ class Preparation:
         if self.process_groups is None:
             self.process_groups = ProcessGroups(dedicated=options.overlaps)
         if self.graphs is None:
+            reasons = SCALARS_CHANGED, GRADIENTS_MOVED
             self.graphs, self.adamw_graphs = [
-                Graphs(s * options.capturable) for s in (SCALARS_CHANGED, GRADIENTS_MOVED)
+                Graphs(reason * options.capturable, not options.offload_state) for reason in reasons
             ]
         self.unbind()
 
@@ -441,6 +446,7 @@ class Preparation:
         """Drop the bound step; plans stay."""
         self.forget_memory()
         self.bound = BoundStep()
+        self.place.drop()
         for graphs in (self.graphs, self.adamw_graphs):
             graphs.drop()
 
@@ -469,10 +475,11 @@ class BoundStep:
         hook: StepHook | None = None,
         groups: Sequence[dict] = (),
         own: Sequence[MuonConfig] = (),
+        place: StatePlace | None = None,
     ) -> None:
         """`graphs`: (of `jobs`, of `adamw_jobs`). `nonfinite`: as in `Muon`. `hook`: the last of
         `hooks`, and told of written buckets. `groups`: live parameter groups. `own`: options of
-        each group. Raises RuntimeError for a parameter whose memory was freed.
+        each group. `place`: of state. Raises RuntimeError for a parameter whose memory was freed.
         """
         self.jobs: list[Job] = []  # in the order of the pipeline
         # With capturable=True: AdamW where parameters are stored, in a CUDA graph of its own,
@@ -483,7 +490,9 @@ class BoundStep:
         device = local_of(plans[0].params[0]).device if plans else torch.device("cpu")
         buffers = InputBuffers(plans, flag_counts(plans), device)
         flags = None if nonfinite == "propagate" else FlagBuffers(plans, device)
-        self.stores = _make_stores(plans, state, buffers, flags)  # one for each plan
+        place = place or StatePlace()
+        place.begin(device)
+        self.stores = _make_stores(plans, state, buffers, flags, place)  # one for each plan
         self.counting = [group for group in groups if STEPS_KEY in group]
         # Even without parameters on this rank: the check is collective, and other ranks may have
         # some
@@ -504,12 +513,14 @@ class BoundStep:
                 device_of(groups),
             )
         written = _all_told(clip, hook)
-        jobs = _bind(plans, self.stores, options, process_groups, graphs, written) if plans else []
+        jobs = []
+        if plans:
+            jobs = _bind(plans, self.stores, options, process_groups, graphs, written, place)
         if clip is not None:
             clip.bind(jobs)
         self.missing = MissingGradients(plans, self.stores, process_groups, buffers.flags)
         # Work around the buckets of each step, in this order
-        hooks = (self.nonfinite, self.missing, clip, hook)
+        hooks = (place.hook(self.stores), self.nonfinite, self.missing, clip, hook)
         self.hooks: list[StepHook] = [hook for hook in hooks if hook is not None]
         early = len(jobs) if jobs and options.overlap_backward else 0
         self.inputs = StepInputs(buffers, self.stores, self.missing, early)
@@ -545,7 +556,11 @@ def _all_told(*hooks: StepHook | None) -> Callable[[BucketUpdate], None] | None:
 
 
 def _make_stores(
-    plans: Sequence[Plan], state: dict | None, buffers: InputBuffers, flags: FlagBuffers | None
+    plans: Sequence[Plan],
+    state: dict | None,
+    buffers: InputBuffers,
+    flags: FlagBuffers | None,
+    place: StatePlace,
 ) -> list[Store]:
     """A store for each plan. Raises RuntimeError for a parameter whose memory was freed, or whose
     strides have changed so that its split cannot view them.
@@ -562,7 +577,7 @@ def _make_stores(
     if flags is not None:
         of_plans = [(flags.flags, offset) for offset in flags.flag_offset]
     return [
-        Store(plan, state, PlanInputViews(*views, *flags_of))
+        place.store(plan, state, PlanInputViews(*views, *flags_of))
         for plan, *views, flags_of in zip(
             plans, buffers.addresses, buffers.scalars, buffers.keys, of_plans
         )
@@ -576,6 +591,7 @@ def _bind(
     process_groups: ProcessGroups,
     graphs: tuple[Graphs, Graphs],
     written: Callable[[BucketUpdate], None] | None,
+    place: StatePlace,
 ) -> list[Job]:
     """Bind the updates of all plans, in the order of the pipeline. Buckets of all plans share a
     workspace. Arguments as in `BoundStep`.
@@ -587,7 +603,7 @@ def _bind(
             own_graphs = adamw_graphs if options.capturable else None
             name = elementwise_of(plan.group).name.replace("adamw", "AdamW")
             label = f"{name} ({len(plan.params)} parameters, the first {store.names[0]})"
-            jobs.append((AdamWUpdate(store, label, written, own_graphs), plan.group))
+            jobs.append((place.adamw_update(store, label, written, own_graphs), plan.group))
     # Labels count as `plan_report` does, where AdamW's updates come last with capturable
     skipped = len(jobs) if options.capturable else 0
     tasks = sorted_buckets(plans, stores, options)
@@ -612,7 +628,7 @@ def _bind(
             label=_label(len(jobs) - skipped, bucket, store),
             written=written,
         )
-        jobs.append((kind(inputs), group))
+        jobs.append((place.update_of(bucket.route)(inputs), group))
     return jobs
 
 

@@ -38,6 +38,8 @@ class MuonConfig:
     ns_dtype: torch.dtype | None = None  # matrix products; None: fp16, on CPUs fp32
     workspace_bytes: int | None = None  # limit on one rank; None: see `workspace_limit_bytes`
     capturable: bool = False  # True: the whole step is one CUDA graph
+    # True: state per element lies in host memory; an int: but for so many bytes
+    offload_state: bool | int = False
     nonfinite: str = "propagate"  # one of NONFINITE
     # True: gradients are sent to owners during backward, inside `Muon.last_backward`
     overlap_backward: bool = False
@@ -96,6 +98,9 @@ class MuonConfig:
         ):
             if type(getattr(self, key)) is not bool:
                 raise self._refused(key, "True or False")
+        kept = self.offload_state
+        if type(kept) is not bool and (type(kept) is not int or kept < 1):
+            raise self._refused("offload_state", "True, False or a whole number of bytes >= 1")
         if self.unscale_in_step is not None and type(self.unscale_in_step) is not bool:
             raise self._refused("unscale_in_step", "True, False or None")
         # Combinations. Each message starts with the argument to change.
@@ -121,6 +126,11 @@ class MuonConfig:
             raise ValueError(
                 f"process_group={shortened(repr(self.process_group))} is no process group of which "
                 "this rank is a member: only its members may build the optimizer with it"
+            )
+        if self.offload_state and self.capturable:
+            raise ValueError(
+                "offload_state is not allowed with capturable=True, which makes the whole step one "
+                "CUDA graph: state is copied by streams outside of it. Leave one of them out"
             )
         self._check_overlap()
 

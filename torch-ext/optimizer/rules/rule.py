@@ -529,14 +529,22 @@ def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     return (*keys, INITIAL_KEY) if group.get("decay") == "initial" else keys
 
 
+def is_offloaded(key: str) -> bool:
+    """Whether the option `offload_state` moves state `key`: all with a number per element."""
+    return key != "step" and STATES[key].per == "element"
+
+
 def state_device_and_dtype(
-    key: str, param: torch.Tensor, dtype: torch.dtype
+    key: str, param: torch.Tensor, dtype: torch.dtype, offloads: bool = False
 ) -> tuple[torch.device, torch.dtype]:
-    """Return (device, dtype) of a parameter's state; `dtype`: the option `state_dtype`.
+    """Return (device, dtype) of a parameter's state; `dtype`: the option `state_dtype`. `offloads`:
+    whether the option `offload_state` is on.
 
     `step` lies on the GPU of a parameter there, since torch's fused AdamW reads it on the device;
     otherwise on the CPU, as in torch.
     """
+    if offloads and is_offloaded(key):
+        return torch.device("cpu"), state_device_and_dtype(key, param, dtype)[1]
     # fp32: bf16 has too few bits to count beyond 256
     if key == "step":
         return param.device if param.is_cuda else torch.device("cpu"), torch.float32

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..communication.redistribute import place_like
 from ..params.config import MuonConfig
-from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of
+from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
@@ -668,8 +668,9 @@ def _restored_state(
 ) -> dict:
     """Return a copy of a parameter's saved state in the dtypes and placements of the optimizer."""
     restored = {}
+    offloads = bool(options.offload_state)
     for key in [k for k in keys if k in state]:
-        device, dtype = state_device_and_dtype(key, param, options.state_dtype)
+        device, dtype = state_device_and_dtype(key, param, options.state_dtype, offloads)
         value = _as_tensor(state[key]).detach()
         if key == "step":
             value = value.reshape(())
@@ -678,9 +679,9 @@ def _restored_state(
             value = place_like(value, param)
         # A copy: the user's state dict must not change with the next step
         local = local_of(value).to(device, dtype, copy=True)
-        restored[key] = (
-            as_dtensor(local, value.shape, value.device_mesh, value.placements)
-            if is_dtensor(value)
-            else local
-        )
+        restored[key] = local
+        if is_dtensor(value) and offloads:
+            restored[key] = with_local(value, local)
+        elif is_dtensor(value):
+            restored[key] = as_dtensor(local, value.shape, value.device_mesh, value.placements)
     return restored
