@@ -282,8 +282,14 @@ class OffloadedAdamWUpdate(AdamWUpdate):
         self.weights = store.locals()
         self.states = {key: store.locals(key) for key in self.keys}
         self.averages = list(filter(is_offloaded, self.keys))
-        self.cut_params: set[int] = set()
         members = [one for i in range(len(self.weights)) for one in self._members(i)]
+        # Step count of each further cut of a parameter: (parameter, first element) -> copy. Made
+        # now: a part may be bound after the step of the part before
+        self.counts = {
+            (i, at.start): store.add_step_copy(i, self.states["step"][i])
+            for i, at in members
+            if "step" in self.keys and at is not None and at.start > 0
+        }
         at_home = [m for m in members if not self._host_views(m)]
         self.at_home = self._bind(at_home, None) if at_home else None
         away = [m for m in members if self._host_views(m)]
@@ -348,8 +354,7 @@ class OffloadedAdamWUpdate(AdamWUpdate):
         tensor = self.states[key][number]
         if key == "step":
             # torch's kernel counts for each tensor
-            is_first = at is None or at.start == 0
-            return tensor if is_first else self.store.add_step_copy(number, tensor)
+            return tensor if at is None else self.counts.get((number, at.start), tensor)
         view = _elements(tensor, member)
         return part.on_device(view) if self.store.memory.holds(view) else view
 
