@@ -5,13 +5,14 @@ on the device, computed, and written back if the launch writes it. `Scheduler.ru
 for one part, and fetches the next parts ahead, in the order of the last step.
 
 [Note: waits of offloaded state]
-Four waits order the three streams, and a fifth the host:
+Four waits order the three streams, and two more the host:
 
 1. A fetch waits until the launch that used the slot before has ended.
 2. A fetch waits for all earlier write-backs: the slot is free, and host memory is current.
 3. A launch waits for the fetch of its part.
 4. A write-back waits for the launch.
 5. The host waits for the last write-back before it reads or writes state.
+6. The host waits for the last fetch before it writes state.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class Scheduler:
         self.slot_bytes = slot_bytes
         self.slots: list[Slot] = []
         self.written = streams.event("written")  # after the last write-back
+        self.read = streams.event("read")  # after the last fetch
         self.order: list[Part] = []  # of the last step
         self.done: list[Part] = []  # parts of this step, in order
         self.ahead = 0  # number of parts of `order` that are fetched, or are past
@@ -158,6 +160,7 @@ class Scheduler:
         streams.wait(INWARD, self.written)
         streams.copy(INWARD, part.copies)
         streams.record(slot.fetched, INWARD)
+        streams.record(self.read, INWARD)
         slot.holds = part
 
     def _write_back(self, part: Part) -> None:
@@ -177,5 +180,8 @@ class Scheduler:
             slot.holds = None
 
     def wait(self) -> None:
-        """Let the host wait until host memory holds the state of the last step."""
+        """Let the host wait until host memory holds the state of the last step, and no copy reads
+        it.
+        """
         self.streams.synchronize(self.written)
+        self.streams.synchronize(self.read)
