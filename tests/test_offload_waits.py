@@ -1,5 +1,5 @@
-"""The waits between the streams of offloaded state. No GPU is needed: a recorder stands in for the streams and keeps, for
-each stream, what is certain to have ended (vector clocks). Two accesses to one memory, one of them a write, must be
+"""The waits between the streams of offloaded state. No GPU is needed: a recorder stands in for the streams and keeps,
+for each stream, what is certain to have ended (vector clocks). Two accesses to one memory, one of them a write, must be
 ordered, and so must the host's. Each wait is dropped in turn: the check has to see it.
 """
 
@@ -250,8 +250,8 @@ def test_the_check_sees_each_wait_that_is_dropped(dropped, slots, monkeypatch):
 
 @pytest.mark.parametrize("dropped", WAITS[1:5], ids=" ".join)
 def test_none_of_the_waits_of_a_step_is_spare(dropped, monkeypatch):
-    """Each single wait is needed: of fetches, those of the second step into slots that are used again in it, parts 3 and
-    4. Fetches before them follow one that has waited for all that was written.
+    """Each single wait is needed: of fetches, those of the second step into slots that are used again in it, parts 3
+    and 4. Fetches before them follow one that has waited for all that was written.
     """
     count = Recorder()
     played("5 parts", count, 3, monkeypatch, reads=False)

@@ -532,7 +532,9 @@ class Muon(StateDictMethods):
         seen = None
         if bound.all_jobs:
             graphs = (prepared.graphs, prepared.adamw_graphs)
-            seen = memory_report.measured(bound, itself.param_groups, itself.state, graphs)
+            seen = memory_report.measured(
+                bound, itself.param_groups, itself.state, graphs, prepared.place
+            )
         return itself._forecast(this_rank(), seen)
 
     def _forecast(

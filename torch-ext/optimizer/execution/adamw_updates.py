@@ -262,6 +262,14 @@ class StatePlace:
     def drop(self) -> None:
         """Drop memory of the bound step."""
 
+    def holds(self, local: torch.Tensor) -> bool:
+        """Whether a local state lies away from its parameter."""
+        return False
+
+    def slots(self) -> list[torch.Tensor]:
+        """Memory on the device for state that is away."""
+        return []
+
 
 # Route of a bucket, as in `Bucket.route` -> class
 BUCKET_UPDATES = {

@@ -79,6 +79,15 @@ class Offload(StatePlace):
         self.wait()
         self.scheduler = None
 
+    def holds(self, local: torch.Tensor) -> bool:
+        """See `StatePlace`."""
+        return self.host.memory is not None and self.host.memory.holds(local)
+
+    def slots(self) -> list[torch.Tensor]:
+        """See `StatePlace`."""
+        slots = [] if self.scheduler is None else self.scheduler.slots
+        return [slot.memory for slot in slots]
+
 
 class Transfers(StepHook):
     """Begins and ends the transfers of a step; the first of all hooks."""
