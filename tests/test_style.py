@@ -251,6 +251,7 @@ def test_class_attributes_of_optimizers_are_never_assigned():
 FOREIGN = {
     "communication.process_groups": {"template", "bound_device_id", "_hash_ranks_to_str"},
     "execution.cuda_graphs": {"destroy_process_group", "shutdown"},
+    "execution.offload.memory": {"atexit"},
     "execution.overlap.module_hooks": {"unshard"},
     "params.config": {"__signature__"},
     "params.errors": {"args"},

@@ -100,7 +100,9 @@ def _host_bytes(nbytes: int, device: torch.device, owner: object) -> torch.Tenso
             "free host memory, keep some state on the GPU with offload_state=<bytes>, or leave "
             "offload_state out"
         )
-    weakref.finalize(owner, _unpin, memory, device).atexit = False
+    finalizer = weakref.finalize(owner, _unpin, memory, device)
+    # At the end of the process the driver frees all, and its context may be gone
+    finalizer.atexit = False
     return memory[:nbytes]
 
 

@@ -95,21 +95,28 @@ class HostState:
     def _entries(self, plans: Sequence[Plan], state: dict, device: torch.device) -> Iterator[Entry]:
         """Yield a state that goes to host memory; move all others to the device."""
         kept = KeptBytes(self.offload_state)
-        for plan_number, plan in enumerate(plans):
-            pieces = _pieces_by_param(plan)
-            for i, param in enumerate(plan.params):
-                keys = filter(is_offloaded, state_keys(plan.group_at(i)))
-                for key_number, key in enumerate(keys):
-                    local = local_of(state[param][key])
-                    position, of_param = pieces.get(i, (i, []))
-                    strides = None
-                    if local.numel() and not kept.keeps(local.nbytes):
-                        strides = _dense_strides(plan, i, key, local, of_param)
-                    if strides is not None:
-                        order = plan_number, key_number, position, i
-                        yield Entry(param, key, strides, order)
-                    elif local.device != device:
-                        _replace(state, param, key, local.to(device))
+        pieces = [_pieces_by_param(plan) for plan in plans]
+        for at, plan, i, key_number, key in _states(plans):
+            param = plan.params[i]
+            local = local_of(state[param][key])
+            position, of_param = pieces[at].get(i, (i, []))
+            strides = None
+            if local.numel() and not kept.keeps(local.nbytes):
+                strides = _dense_strides(plan, i, key, local, of_param)
+            if strides is not None:
+                yield Entry(param, key, strides, (at, key_number, position, i))
+            elif local.device != device:
+                _replace(state, param, key, local.to(device))
+
+
+def _states(plans: Sequence[Plan]) -> Iterator[tuple[int, Plan, int, int, str]]:
+    """Yield (number of the plan, plan, index of a parameter, number of the key, key) of each state
+    per element.
+    """
+    for at, plan in enumerate(plans):
+        for i in range(len(plan.params)):
+            keys = filter(is_offloaded, state_keys(plan.group_at(i)))
+            yield from ((at, plan, i, number, key) for number, key in enumerate(keys))
 
 
 def _replace(state: dict, param: torch.Tensor, key: str, local: torch.Tensor) -> None:
