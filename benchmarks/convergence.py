@@ -9,10 +9,14 @@ Tokens are bytes, weights are fp32, compute is bf16 by autocast. All runs of a s
 order for a seed, the same warm-up and linear decay to 0, weight decay 0.1 on matrices, embeddings and head, and
 gradients clipped to norm 1. Each GPU trains one run at a time; without a GPU one process trains on the CPU.
 
-Rates. AdamW has three, of matrices (and norms), of embeddings and of the head, which are found one after another by
-factors of 2, with seed 0: a rate counts as found once both of its neighbours are worse. All other optimizers take
-AdamW's rates for embeddings and head, and sweep that of matrices in the same way. So AdamW has three swept rates, and
-the others one. Then seeds 1 and 2 train with the best rates, and the table is of these three seeds.
+Rates. AdamW has three, of matrices (and norms), of embeddings and of the head. They are searched by factors of 2, with
+seed 0: first all together, then each by itself, in rounds until a round changes nothing. A rate counts as found once
+both of its neighbours are worse. All further optimizers take AdamW's rates for embeddings and head, and sweep the rate
+of matrices likewise. So AdamW has three swept rates, and every other optimizer one. Rates at which training diverged
+are halved until a run has a loss.
+
+Seeds. The best rates train with three seeds, 0 to 2, and `muon` with five, 0 to 4. `torch_muon` also trains with the
+rates of `muon` and these five seeds, for the comparison of both seed by seed. The table says the number of seeds.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ WARMUP, DECAY, CLIP, BETAS = 0.05, 0.1, 1.0, (0.9, 0.95)
 HELDOUT_WINDOWS, EVALUATIONS = 128, 20
 STUDENT_T = {3: (4.303, 1.061), 4: (3.182, 0.978), 5: (2.776, 0.941)}  # seeds -> quantiles .975 and .8
 LOST = 1e9  # loss of a run that diverged, so that rows can be compared
+LEAST = 2.0**-12  # of an optimizer's first rate: below it, rates of runs that diverged are no longer halved
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,9 @@ def search(start: Run, rates: tuple[str, ...], losses: dict[Run, float]) -> tupl
     best = start
     while best in losses:
         beside = [replace(best, **{rate: getattr(best, rate) * factor for rate in rates}) for factor in (0.5, 2.0)]
+        if losses[best] >= LOST and getattr(best, rates[0]) > LEAST * OPTIMIZERS[best.optimizer][1]:
+            best = beside[0]  # neighbours that diverged as well would end the search here
+            continue
         if missing := [run for run in beside if run not in losses]:
             return best, missing
         better = min(beside, key=losses.get)
@@ -196,10 +204,13 @@ def wanted(name: str, losses: dict[Run, float]) -> list[Run]:
 def adamw_rates(losses: dict[Run, float]) -> tuple[Run, list[Run]]:
     """(AdamW's best run of seed 0, the runs that it waits for)."""
     lr = OPTIMIZERS["adamw"][1]
-    best, missing = Run("adamw", lr, lr, lr, 0), []
-    for rates in (("lr", "embed_lr", "head_lr"), ("embed_lr",), ("head_lr",), ("lr",)):
-        if not missing:
-            best, missing = search(best, rates, losses)
+    best, missing = search(Run("adamw", lr, lr, lr, 0), ("lr", "embed_lr", "head_lr"), losses)
+    before = None
+    while not missing and best != before:
+        before = best
+        for rates in (("embed_lr",), ("head_lr",), ("lr",)):
+            if not missing:
+                best, missing = search(best, rates, losses)
     return best, missing
 
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -398,6 +399,39 @@ def test_rates_are_swept_until_both_neighbours_are_worse(monkeypatch):
     parity = {(run.optimizer, run.seed) for run in losses if run.lr == 1.6e-2 and run.optimizer != "adamw"}
     assert parity >= {(name, seed) for name in ("muon", "torch_muon") for seed in sweep.PARITY_SEEDS}
     assert len(losses) < 60
+
+
+def searched(sweep, loss):
+    """AdamW's best run as its three rates are searched, and the losses of all runs."""
+    losses = {}
+    while (found := sweep.adamw_rates(losses))[1]:
+        losses |= {run: loss(run) for run in found[1]}
+        assert len(losses) < 200
+    return found[0], losses
+
+
+def test_rates_are_searched_in_rounds_until_none_changes(monkeypatch):
+    """The best rate of embeddings depends on that of the head here, so one round does not find it."""
+    sweep = load("convergence", monkeypatch)
+
+    def loss(run):
+        lr, embed, head = (math.log2(rate / 2e-3) for rate in (run.lr, run.embed_lr, run.head_lr))
+        return (lr + 1) ** 2 + (embed + head + lr - 3) ** 2 + 0.5 * (head - 4) ** 2
+
+    best, losses = searched(sweep, loss)
+    for rate in ("lr", "embed_lr", "head_lr"):
+        for factor in (0.5, 2.0):
+            assert losses[replace(best, **{rate: getattr(best, rate) * factor})] >= losses[best]
+    assert 0 < len(losses) < 60
+
+
+def test_runs_that_diverge_are_followed_by_lower_rates(monkeypatch):
+    sweep = load("convergence", monkeypatch)
+    start = sweep.OPTIMIZERS["adamw"][1]
+    best, _ = searched(sweep, lambda run: sweep.LOST if run.lr > start / 8 else -run.lr)
+    assert best.lr == start / 8
+    best, losses = searched(sweep, lambda run: sweep.LOST)  # at no rate does it learn: the search ends
+    assert best.lr >= 2.0**-13 * start and len(losses) < 60
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")

@@ -385,7 +385,7 @@ def chunked(rank, world, workspace_bytes):
             p.grad = grad if step in (0, 4, 5) or torch.rand((), generator=generator) < 0.5 else None
         stepper.step()
     return [p.detach() for p in params], sum(
-        type(route).__name__ == "UnreducedAdamWUpdate" for route, _ in stepper._bound.jobs
+        type(route).__name__ == "UnreducedElementwiseUpdate" for route, _ in stepper._bound.jobs
     )
 
 

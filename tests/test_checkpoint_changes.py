@@ -318,7 +318,7 @@ def count_steps(rank, world):
         results.append([params, *([whole(state[key]) for state in shown] for key in ("exp_avg", "exp_avg_sq", "step"))])
         results[-1].append([optimizer.state[param]["step"] for param in params])
         routes = [type(route).__name__ for route, _ in optimizer._bound.jobs]
-        assert not options or routes.count("UnreducedAdamWUpdate") == 6
+        assert not options or routes.count("UnreducedElementwiseUpdate") == 6
     return all(torch.equal(a, b) for first, second in zip(*results) for a, b in zip(first, second))
 
 

@@ -29,7 +29,7 @@ AT_ONCE = 48  # processes that run side by side; most of them only wait
 BUCKET_UPDATES = {
     "exchange": "ShardedUpdate",
     "reduce": "UnreducedUpdate",
-    "reduce_elementwise": "UnreducedAdamWUpdate",
+    "reduce_elementwise": "UnreducedElementwiseUpdate",
 }
 PLACED = {"exchange": 28_000, "experts": 14_400}  # DTensors, and the room that makes several buckets
 PLACES, FAULTS = ["before", "in", "after"], ["dies", "stalls", "raises"]

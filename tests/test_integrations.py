@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,6 +124,8 @@ def test_patterns_are_globs_or_regular_expressions():
     assert adamw("layers.*.q_proj.weight") - always == {f"layers.{i}.q_proj.weight" for i in (0, 1)}
     assert adamw(["layers.0.*", "re:1.up"]) - always == {
         "layers.0.q_proj.weight", "layers.0.up.weight", "layers.1.up.weight"}
+    with pytest.raises(ValueError, match="adamw='layers.0.q_proj' matches no trainable parameter"):
+        built(adamw="layers.0.q_proj")  # a glob is of the whole name, not of a prefix
 
 
 def test_overrides_are_keys_of_groups_and_the_first_pattern_counts():
@@ -142,6 +145,25 @@ def test_overrides_are_keys_of_groups_and_the_first_pattern_counts():
     bits(optimizer)
 
 
+def test_an_override_has_the_options_of_its_rule():
+    """Of a rule of its own, else of the config's rule, whose options are no keys of another rule or of AdamW."""
+    optimizer = built(rule="muon_plus", normalize="row", overrides={
+        "layers.0.q_proj.weight": {"normalize": "column"},
+        "layers.1.q_proj.weight": {"rule": "dion2", "fraction": 0.5}, "re:^embed": {"rule": "lion", "lr": 0.125}})
+    assert values(optimizer, "normalize") == {
+        "layers.0.q_proj.weight": "column", "layers.0.up.weight": "row", "layers.1.up.weight": "row"}
+    assert values(optimizer, "fraction") == {"layers.1.q_proj.weight": 0.5}
+    assert values(optimizer, "rule")["embed_tokens.weight"] == "lion"
+    bits(optimizer)
+
+
+def test_the_factor_of_the_config_replaces_the_factor_of_the_groups():
+    """`get_default_muon_param_groups` writes `adjust_lr_fn` into its groups."""
+    plain, factor = bits(built(lr=0.02)), bits(built(lr=0.02, adjust_lr_fn=3.0))
+    same = [torch.equal(a, b) for a, b in zip(plain, factor)]
+    assert same == [not use for use in values(built(), "use_muon").values()]
+
+
 @pytest.mark.parametrize(("rule", "options"), [
     ("normuon", {"beta2": 0.5}), ("muon_plus", {"normalize": "row"}), ("hyperball", {})])
 def test_a_rule_brings_its_options(rule, options):
@@ -153,7 +175,22 @@ def test_a_rule_brings_its_options(rule, options):
     assert all(map(torch.equal, bits(optimizer), bits(plain)))
 
 
+class Attention(nn.Module):
+    """As transformers has it: separate projections, heads of the config."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=2, num_key_value_heads=2)
+        self.head_dim = 4
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(8, 8, bias=False))
+
+
 def test_a_clip_is_described_by_its_arguments():
+    model = nn.ModuleDict({"attn": Attention()})
+    optimizer = package().MuonFactory()(model, qk_clip={"threshold": 5.0, "shared_keys": "shrink"})
+    assert list(optimizer.qk_clip.layers) == ["attn"]
+    assert (optimizer.qk_clip.threshold, optimizer.qk_clip.shared_keys) == (5.0, "shrink")
     config = {"qk_clip": {"threshold": 5.0, "exclude": ["*"], "shared": 1}}
     with pytest.raises(ValueError, match="qk_clip: there is no key 'shared'; did you mean 'shared_keys'"):
         built(**config)
@@ -164,6 +201,12 @@ def test_the_groups_are_printed_on_demand(capsys):
     assert "embed_tokens.weight" in capsys.readouterr().out
     built(report=False)
     assert capsys.readouterr().out == ""
+    run_threads(2, reported)
+    assert capsys.readouterr().out.count("embed_tokens.weight") == 1  # of rank 0 only
+
+
+def reported(rank, world):
+    built(report=True)
 
 
 def resolved_group(rank, world):
@@ -177,6 +220,8 @@ def test_world_is_found_when_the_factory_is_called():
     assert all(run_threads(2, resolved_group))
     alone = built(process_group="world", shard_state=True)
     assert alone._options.process_group is None and not alone._options.shard_state
+    unreduced = built(process_group="world", grads_are_reduced=False)
+    assert unreduced._options.process_group is None and unreduced._options.grads_are_reduced
 
 
 WRONG = {
@@ -184,7 +229,16 @@ WRONG = {
     "unknown": ({"zzz": 1}, "there is no key 'zzz'; allowed: adamw, "),
     "option of another rule": ({"rule": "hyperball", "beta2": 0.9}, "there is no key 'beta2'"),
     "text": ({"lr": "1e-3"}, "lr: '1e-3' is a text, but float is needed .YAML reads 1e-3 as a text"),
+    "whole number as text": ({"ns_steps": "5"}, "ns_steps: '5' is a text, but int is needed"),
+    "rate of AdamW as text": ({"adamw_lr": "1e-3"}, "adamw_lr: '1e-3' is a text, but float is needed"),
     "amsgrad": ({"amsgrad": True}, "amsgrad=True is not supported"),
+    "maximize": ({"maximize": True}, "maximize=True is not supported: leave it out"),
+    "differentiable": ({"differentiable": True}, "differentiable=True is not supported: leave it out"),
+    "momentum beside an override": (
+        {"momentum": 2.0, "overrides": {"*.up.weight": {"lr": 0.1}}}, "MuonFactory: momentum=2.0 is not allowed"),
+    "eps of an override": ({"overrides": {"embed*": {"eps": -1}}},
+                           r"overrides\['embed\*'\]: in group 0 .*: eps=-1 is not allowed"),
+    "eps of matrices in an override": ({"overrides": {"*.up.weight": {"eps": 1e-5}}}, "for Muon .* no key 'eps'"),
     "two names": ({"eps": 1e-8, "adamw_eps": 1e-8}, "eps and adamw_eps mean one value"),
     "betas": ({"betas": [0.9, 2.0]}, r"MuonFactory: betas=\(0.9, 2.0\) is not allowed"),
     "adam's eps": ({"eps": -1.0}, "MuonFactory: eps=-1.0 is not allowed"),
@@ -203,6 +257,10 @@ WRONG = {
     "second match": ({"overrides": {"*": {"lr": 0.1}, "*.up.weight": {"lr": 0.1}}}, "only parameters that patterns"),
     "key of AdamW": ({"overrides": {"*.up.weight": {"betas": [0.9, 0.9]}}}, "for Muon .* no key 'betas'; allowed"),
     "key of Muon": ({"overrides": {"embed*": {"split": "taps"}}}, "for AdamW .embed_tokens.weight.: there is no key"),
+    "process group in override": (
+        {"overrides": {"*.up.weight": {"process_group": "world"}}}, "for Muon .* no key 'process_group'"),
+    "matrices' key with rule of AdamW": (
+        {"overrides": {"embed*": {"rule": "lion", "eps": 1e-5}}}, "for AdamW .* no key 'eps'"),
     "text in override": ({"overrides": {"*.up.weight": {"lr": "1e-3"}}}, r"overrides\['\*.up.weight'\]: lr: '1e-3'"),
     "split that does not fit": ({"overrides": {"*.up.weight": {"split": {"rows": [3, 4]}}}},
                                 r"MuonFactory: overrides\['\*.up.weight'\]: .*layers.0.up.weight .*add up to 7 rows"),
@@ -293,9 +351,31 @@ def test_an_optimizer_with_dions_arguments_can_be_copied():
     assert all(torch.isfinite(p).all() for p in bits(optimizer))
 
 
+@pytest.mark.parametrize("name", ["DionMuon", "DionNorMuon"])
+def test_an_added_group_has_dions_keys_too(name):
+    """And the defaults of the arguments, also in a copy."""
+    (matrices, rest, more) = drawn([(8, 4)], [(8,)], [(4, 4)])
+    options = {"muon_beta2": 0.25} if name == "DionNorMuon" else {}
+    optimizer = getattr(package(), name)(matrices, lr=0.5, mu=0.75, adjust_lr=None, betas=(0.5, 0.25), **options)
+    optimizer = copy.deepcopy(optimizer)
+    optimizer.add_param_group({"params": rest, "algorithm": "adamw", "epsilon": 1e-5})
+    optimizer.add_param_group({"params": more, "mu": 0.5, "num_heads": 2})
+    first, adamw, added = optimizer.param_groups
+    assert not adamw["use_muon"] and (adamw["lr"], adamw["betas"], adamw["eps"]) == (0.5, (0.5, 0.25), 1e-5)
+    assert (added["momentum"], added["split"], added["adjust_lr_fn"]) == (0.5, {"heads": 2}, 1.0)
+    assert added.get("beta2") == first.get("beta2") == options.get("muon_beta2")
+    assert not {"algorithm", "mu", "muon_beta2", "num_heads", "epsilon"} & {*adamw, *added}
+    for group, key in (({"use_muon": False}, "use_muon"), ({"momentum": 0.5}, "momentum")):
+        with pytest.raises(ValueError, match=f"group of dion: there is no key '{key}'"):
+            optimizer.add_param_group({"params": drawn([(4, 4)])[0], **group})
+    assert len(optimizer.param_groups) == 3
+    assert all(torch.isfinite(p).all() for p in bits(optimizer))
+
+
 def ranks_of_dion(rank, world):
     (matrices,) = drawn([(8, 4), (4, 4)])
-    optimizer = package().DionMuon(matrices, dist.group.WORLD)
+    matrices[0].device_mesh = None  # an attribute of the user's makes no DTensor
+    optimizer = package().DionMuon(matrices[:1], dist.group.WORLD)
     return optimizer._options.process_group is dist.group.WORLD
 
 
@@ -328,6 +408,11 @@ def test_stages_keep_the_patterns_that_concern_them():
     names = ["layers.0.q_proj.weight", "layers.0.up.weight"]
     assert of_part(config, names) == {
         "lr": 0.1, "adamw": ["*.up.weight"], "overrides": {"*.q*": {"lr": 2.0}}, "allow_no_matrices": True}
+    # The first override that matches a name counts, so one behind it that matches no further name is left out
+    shadowed = {"*.q*": {"lr": 2.0}, "layers.0.q*": {"lr": 3.0}}
+    assert of_part({"overrides": shadowed}, names)["overrides"] == {"*.q*": {"lr": 2.0}}
+    with pytest.warns(UserWarning, match="overrides: 'layers.0.q\\*' matches no"):
+        warn({"overrides": shadowed}, names)
     with pytest.warns(UserWarning, match="adamw: 'embed\\*' matches no trainable parameter of this rank's parts"):
         with pytest.warns(UserWarning, match="overrides: 'lm_head\\*' matches no"):
             warn(config, names)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import everywhere, package, part, run_threads
+from tests.test_store import Peak
 
 SHAPES = [(16, 24), (24, 16), (10, 12), (16, 24), (3, 8, 6), (34, 16)]
 OTHERS = [(20, 8), (7,)]
@@ -82,6 +83,83 @@ def test_what_is_predicted_is_there_after_a_step(way):
         assert totals[before.largest_rank] == max(totals)
 
 
+def of_rules(rank, world, kind):
+    """{rule: (report before the first step, report after it)} of a rank."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    wrapped, options = {}, {}
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        wrapped = {"wrapped": lambda t: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None)}
+    else:
+        options = {"process_group": dist.group.WORLD}
+    found = {}
+    for name, (of_rule, rule_of_rest) in RULES.items():
+        params, groups = groups_of(**wrapped)
+        groups[1].update(rule_of_rest)
+        opt = package().Muon(groups, **of_rule, **options)
+        before = opt.memory_report()
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        found[name] = before, opt.memory_report()
+        opt.release()
+    return found
+
+
+# Name -> (arguments, keys of the group with use_muon=False)
+RULES = {
+    "muon, initial": ({"decay": "initial"}, {"rule": "sgd"}),
+    "dion2": ({"rule": "dion2"}, {}),
+    "dion2 in blocks": ({"rule": "dion2", "blocks": 3, "select": "row"}, {"rule": "lion"}),
+    "dion3": ({"rule": "dion3", "blocks": 3}, {"rule": "sign"}),
+    "hyperball": ({"rule": "hyperball"}, {}),
+    "adamuon": ({"rule": "adamuon"}, {}),
+    "normuon_columns": ({"rule": "normuon_columns"}, {}),
+    "normuon_aspect": ({"rule": "normuon_aspect"}, {}),
+    "muon_plus, skip": ({"rule": "muon_plus", "nonfinite": "skip"}, {}),
+    "scion": ({"rule": "scion"}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_every_rule_takes_what_is_predicted(kind):
+    results = run_threads(3, of_rules, kind)
+    for name, (of_rule, rule_of_rest) in RULES.items():
+        for found in results:
+            before, after = map(figures, found[name])
+            assert before == after, name
+        _, groups = groups_of()
+        groups[1].update(rule_of_rest)
+        forecast = package().Muon.memory_forecast(groups, ranks=3, layout=kind, **of_rule)
+        assert figures(forecast) == figures(results[0][name][1]), name
+
+
+@pytest.mark.parametrize("decay", ["decoupled", "cautious", "initial"])
+@pytest.mark.parametrize("rule", ["lion", "sign", "adamw in bf16"])
+def test_temporaries_of_elementwise_rules_are_those_of_a_step(rule, decay, optimizer, monkeypatch):
+    """Parameters are stepped in parts of limited size. Lion and sign make as many tensors on a CPU as on a GPU. AdamW
+    makes some of its own on CPUs only, beside copies of weight and gradient and the temporaries of decay.
+    """
+    most = 2000
+    for module in ("rules.elementwise", "memory_report"):
+        monkeypatch.setattr(part(module), "MAX_COPIED_ELEMENTS", most)
+    dtype = torch.bfloat16 if rule.endswith("bf16") else torch.float32
+    params = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((5000,), (40, 30), (30, 20))]
+    groups = [{"params": params, "use_muon": False, "rule": rule.split()[0]}]
+    opt = optimizer.Muon(groups, decay=decay)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    with Peak(1000) as peak:
+        opt.step()
+    predicted = opt.memory_report().bytes_of("temporary")
+    if rule.startswith("adamw"):
+        assert predicted == most * (8 + {"decoupled": 0, "cautious": 16, "initial": 8}[decay]) < peak.most
+    else:
+        assert peak.most == predicted > 0
+
+
 def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(monkeypatch):
     """Tables are bound as on a GPU; nothing is launched."""
     opt = package().Muon([nn.Parameter(torch.ones(256, 1024)), nn.Parameter(torch.ones(96, 32))])
@@ -139,7 +217,30 @@ def test_reports_are_numbers_and_a_table(optimizer):
     ({"grads_are_reduced": False}, "grads_are_reduced=False with layout='fsdp'"),
     ({"process_group": object()}, "process_group is not allowed in a forecast"),
     ({"lr": -1}, "lr=-1 is not allowed"),
+    ({"layout": "ddp", "shard_state": 1}, "shard_state=1 is not allowed"),
+    ({"layout": "ddp", "overlap_backward": True}, "overlap_backward=True is not allowed with process_group"),
 ])
 def test_wrong_arguments_are_refused(arguments, message, optimizer):
     with pytest.raises(ValueError, match=message):
         optimizer.Muon.memory_forecast([nn.Parameter(torch.ones(4, 4))], **arguments)
+
+
+@pytest.mark.parametrize("at_owners", [{"shard_state": True}, {"grads_are_reduced": False}])
+@pytest.mark.parametrize("options", [{"rule": "normuon_columns"}, {"decay": "initial"}])
+def test_a_forecast_refuses_what_the_constructor_refuses(options, at_owners, optimizer):
+    def forecast(**more):
+        params = [nn.Parameter(torch.ones(8, 4))]
+        return optimizer.Muon.memory_forecast(params, ranks=2, layout="ddp", **options, **more)
+
+    assert forecast().bytes_of("state") > 0
+    with pytest.raises(NotImplementedError, match="leave"):
+        forecast(**at_owners)
+
+
+def test_a_group_may_repeat_arguments_of_a_forecast(optimizer):
+    """As at construction: a key of a group that says what the argument says contradicts nothing."""
+    group = {"params": [nn.Parameter(torch.ones(8, 4))], "shard_state": True}
+    report = optimizer.Muon.memory_forecast([group], ranks=2, layout="ddp", shard_state=True)
+    assert report.bytes_of("state") == 4 * 8 * 4  # whole at its owner
+    dion = optimizer.DionMuon.memory_forecast([nn.Parameter(torch.ones(8, 4))], ranks=2, layout="ddp", mu=0.5)
+    assert dion.bytes_of("state") == 4 * 8 * 4

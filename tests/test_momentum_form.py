@@ -339,10 +339,10 @@ def test_the_kernels_have_the_bits_of_torch(early, form, nesterov, skips, device
         sources = [table.Source(i, 0, tuple(g.stride())) for i, g in enumerate(G)]
         at = torch.tensor([g.data_ptr() for g in G], device=device)
         pack = part("kernels.elementwise.momentum").Pack(
-            momentum, U, sources, G, skip, [0, 1, 0, 1], form == "sum", form == CORRECTED)
+            momentum, U, sources, G, skip, [0, 1, 0, 1], form)
         pack(G, at, numbers[4:], nesterov, early)
         update = part("kernels.elementwise.weight_update").WeightUpdate(
-            W, U, [0.5] * len(W), skip, momentum, sources, G, [0, 1, 0, 1], sums=form == "sum")
+            W, U, [0.5] * len(W), skip, momentum, sources, G, [0, 1, 0, 1], momentum_form=form)
         update(numbers, G, at, numbers[4:], not early)
         results.append(W + momentum + U)
     assert same(*results)

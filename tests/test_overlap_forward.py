@@ -129,7 +129,7 @@ def machine(optimizer, monkeypatch):
 
 def install(patch) -> Machine:
     """A machine that hears of every write of a step and every read of FSDP2's; of others a model has to tell."""
-    machine, routes, adamw = Machine(), part("execution.bucket_updates"), part("execution.adamw_updates")
+    machine, routes, elementwise = Machine(), part("execution.bucket_updates"), part("execution.elementwise_updates")
     presence = part("communication.missing_grads").MissingGradients
     for name in ("Stream", "Event", "stream", "current_stream"):
         patch.setattr(torch.cpu, name, getattr(machine, name))
@@ -149,10 +149,10 @@ def install(patch) -> Machine:
         ("LocalUpdate", "step"),
         ("ShardedUpdate", "apply"),
         ("UnreducedUpdate", "apply"),
-        ("UnreducedAdamWUpdate", "apply"),
-        ("AdamWUpdate", "step"),
+        ("UnreducedElementwiseUpdate", "apply"),
+        ("ElementwiseUpdate", "step"),
     ):
-        written(getattr(adamw if "AdamW" in kind else routes, kind), name)
+        written(getattr(elementwise if "Elementwise" in kind else routes, kind), name)
     restore = presence.restore
 
     def then(self, *args):
@@ -458,7 +458,7 @@ def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
         raise KeyError("a fault")
 
     with monkeypatch.context() as patch:
-        patch.setattr(part("execution.adamw_updates").AdamWUpdate, "step", fail)
+        patch.setattr(part("execution.elementwise_updates").ElementwiseUpdate, "step", fail)
         with pytest.raises(KeyError, match="a fault"):
             opt.step()
     late = opt._forward_overlap

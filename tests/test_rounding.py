@@ -280,6 +280,22 @@ def test_what_is_refused(optimizer, group, options, message):
         optimizer.Muon([{"params": [nn.Parameter(torch.ones(4, 4, dtype=BF16))], **group}], **options)
 
 
+@pytest.mark.parametrize("groups", [1, 6])
+@pytest.mark.parametrize("key, value", [("rounding_seed", "x"), ("rounding_step", -1), ("momentum_steps", 0.5)])
+def test_wrong_numbers_set_between_steps_are_refused_by_the_step(optimizer, key, value, groups):
+    """By name, as a wrong lr is, before anything changes; with many groups, too."""
+    params = [nn.Parameter(torch.ones(4, 4, dtype=BF16)) for _ in range(groups)]
+    opt = optimizer.Muon([{"params": [p]} for p in params], rounding="stochastic", momentum_form="bias_corrected")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    before = [p.detach().clone() for p in params]
+    opt.param_groups[-1][key] = value
+    with pytest.raises(ValueError, match=f"in group {groups - 1} .*{key}={value!r} is not allowed: it must be a whole"):
+        opt.step()
+    assert all(map(torch.equal, params, before))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_are_refused_with_the_reason(optimizer, dtype):
     with pytest.raises(ValueError, match="is for bf16 weights only: fp32 weights keep small updates"):

@@ -95,18 +95,21 @@ def test_a_fraction_of_1_is_muon_without_nesterov(optimizer):
 
 def test_ties_and_nan_are_chosen_alike(device):
     """Of equal sums the first, NaN before all numbers; blocks count for themselves, the last one is shorter."""
-    choose = part("newton_schulz.selection").choose
-    Selection = part("newton_schulz.selection").Selection
+    selection = part("newton_schulz.selection")
+    Selection = selection.Selection
     X = torch.tensor([[1.0, -1], [2, 0], [0, 2], [0.5, 1], [math.nan, 0], [math.inf, 0], [math.inf, 0]], device=device)
     stack = torch.stack([X, X.nan_to_num(0.0, 1.0), torch.zeros_like(X)])
 
+    def choose(stack, axis, blocks):
+        return selection.choose(stack, axis, blocks, selection.starts_of(blocks, stack.device)).tolist()
+
     def chosen(fraction, blocks):
-        return choose(stack, 0, Selection(fraction, "row", blocks).blocks_of(7)).tolist()
+        return choose(stack, 0, Selection(fraction, "row", blocks).blocks_of(7))
 
     assert chosen(2 / 7, 1) == [[4, 5], [0, 1], [0, 1]]
     assert chosen(3 / 7, 1) == [[4, 5, 6], [0, 1, 2], [0, 1, 2]]
     assert chosen(0.3, 2) == [[0, 1, 4], [0, 1, 5], [0, 1, 4]]
-    assert choose(stack.mT.contiguous(), 1, Selection(2 / 7, "column").blocks_of(7)).tolist()[0] == [4, 5]
+    assert choose(stack.mT.contiguous(), 1, Selection(2 / 7, "column").blocks_of(7))[0] == [4, 5]
 
 
 # layouts -----------------------------------------------------------------------------------------------------------
@@ -346,11 +349,11 @@ def test_the_kernels_of_error_feedback_have_the_bits_of_torch(skips, device, mon
         W, momentum = ([t.clone() for t in some] for some in (start, M))
         U = [torch.full_like(m, math.nan) for m in M]
         pack = part("kernels.elementwise.momentum").Pack(
-            momentum, U, sources, G, skip, [0, 1, 0, 1], feedback=True)
+            momentum, U, sources, G, skip, [0, 1, 0, 1], "feedback")
         pack(G, addresses, numbers[4:], False, False)
         assert all(map(torch.equal, momentum, M))
         update = part("kernels.elementwise.weight_update").WeightUpdate(
-            W, O, [0.5] * len(W), skip, momentum, sources, G, [0, 1, 0, 1], feedback=True)
+            W, O, [0.5] * len(W), skip, momentum, sources, G, [0, 1, 0, 1], momentum_form="feedback")
         update(numbers, G, addresses, numbers[4:])
         results.append(W + momentum + U)
     assert all(map(torch.equal, *results))

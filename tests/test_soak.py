@@ -1,4 +1,4 @@
-"""2,000 steps with everything that happens in a long run: nothing grows, and what is loaded runs nothing."""
+"""1,200 steps with everything that happens in a long run: nothing grows, and what is loaded runs nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 from tests.ranks import package, run_ranks
 from tests.test_bucket_updates import cut
 
-STEPS, MEASURED = 2000, (399, 1999)  # the steps after which things are counted; 400 is the period of what is frozen
+STEPS, MEASURED = 1200, (399, 1199)  # the steps after which things are counted; 400 is the period of what is frozen
 
 
 def handles():
@@ -108,12 +108,12 @@ def save_and_load(optimizer):
 
 @pytest.mark.parametrize("mode", ["fsdp", "unreduced"])
 def test_a_long_run_leaves_nothing_behind(mode, optimizer):
-    """Between the two counts 16 groups come and go, and 6 checkpoints; at both, the same parameters are there."""
+    """Between the two counts 8 groups come and go, and 3 checkpoints; at both, the same parameters are there."""
     for (early, late), skipped, rates in run_ranks(2, long_run, mode, timeout=180):
         assert skipped > 3 and rates > STEPS - 10
-        assert late["tensors"] <= early["tensors"] + 4 and late["groups"] == early["groups"] == 1
-        assert late["handles"] <= early["handles"] and late["objects"] <= early["objects"] + 200
-        assert late["MiB"] <= early["MiB"] + 8  # an allocator's slack; one float per parameter and step is more
+        assert late["tensors"] <= early["tensors"] + 2 and late["groups"] == early["groups"] == 1
+        assert late["handles"] <= early["handles"] and late["objects"] <= early["objects"] + 100
+        assert late["MiB"] <= early["MiB"] + 4  # an allocator's slack; one float per parameter and step is more
 
 
 # loading -----------------------------------------------------------------------------------------------------------

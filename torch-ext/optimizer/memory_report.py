@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from .execution.adamw_updates import StatePlace
 from .execution.cuda_graphs import Graphs
+from .execution.elementwise_updates import StatePlace
 from .execution.offload.offload import slot_bytes_for
 from .execution.offload.placement import KeptBytes
 from .execution.offload.scheduler import SLOTS
@@ -25,16 +25,16 @@ from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buck
 from .execution.workspace import buffer_name
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
 from .newton_schulz.coefficients import steps_of
-from .params.config import MuonConfig
+from .params.config import AssumedRanks, MuonConfig
 from .params.dtensor import gradient_dtype, is_dtensor, local_of
-from .params.layout import AssumedRanks, Layout, layout_by_rows, ranks_of_group
+from .params.layout import Layout, layout_by_rows, ranks_of_group
 from .params.validation import device_of
 from .planning.cost_model import CostModel
 from .planning.plan import Bucket
 from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
 from .report import as_bytes
-from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of
+from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, temporaries_of
 from .rules.rule import STATES, is_offloaded, state_device_and_dtype, state_keys, state_shape
 
 OPTIMIZER_KINDS = ("state", "workspace", "tables", "graphs", "temporary")
@@ -302,7 +302,7 @@ def _order(key: Key) -> tuple:
 
 
 SLOT_ROW: Key = ("workspace", "slots of offloaded state", None, None, "device")
-COPIES: Key = ("temporary", "copies of AdamW", None, None, "device")
+COPIES: Key = ("temporary", "copies of elementwise rules", None, None, "device")
 
 
 def _bytes_at(
@@ -322,9 +322,10 @@ def _bytes_at(
                 found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
             for key in state_keys(plan.group_at(i)):
                 found.update(_state_at(rank, plan, i, key, number, options, kept))
-        if plan.rank_plans is None:
-            # Plans are stepped in turn
-            found[COPIES] = max(found[COPIES], _copied_bytes(rank, plan, options))
+        if not plan.group["use_muon"]:
+            # Plans, and the buckets of a plan, are stepped in turn
+            for members in _stepped_at(rank, plan):
+                found[COPIES] = max(found[COPIES], _copied_bytes(members, plan, options))
     if nbytes := sum(n for key, n in found.items() if key[0] == "state" and key[-1] == "host"):
         found[SLOT_ROW] += SLOTS * slot_bytes_for(nbytes) * (kept is not None)
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
@@ -383,21 +384,37 @@ def _state_at(
     return {_key("state", key, number, dtype, "device" if on_device else "host"): nbytes}
 
 
-def _copied_bytes(rank: int, plan: Plan, options: MuonConfig) -> int:
-    """Return the bytes of the copies that a step of AdamW, or another elementwise rule, makes at a
-    time where weight, gradient and averages differ in dtype, see `rules.elementwise.step`.
+def _stepped_at(rank: int, plan: Plan) -> list[list[tuple[int, int]]]:
+    """Return lists of (number of a parameter, elements) that a rank steps together, of a plan of an
+    elementwise rule.
     """
-    copied, largest = 0, 0
-    for i, param in enumerate(plan.params):
-        rule = elementwise_of(plan.group_at(i))
+    if plan.rank_plans is None:
+        return [[(i, _numel_at(rank, layout)) for i, layout in enumerate(plan.layouts)]]
+    return [
+        [(p.matrix.param, p.numel) for p in rank_plan.stored if p.owner == rank]
+        for _, rank_plan in plan.rank_plans
+    ]
+
+
+def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonConfig) -> int:
+    """Return the bytes that a step of an elementwise rule makes at a time on a GPU: copies where
+    weight, gradient and averages differ in dtype, and temporaries of foreach operations. See
+    `rules.elementwise.step`. `members`: of `_stepped_at`.
+    """
+    # Parameters that are stepped as copies are stepped apart: has copies -> bytes
+    together, largest = Counter(), Counter()
+    for i, numel in members:
+        group, param = plan.group_at(i), plan.params[i]
+        rule = elementwise_of(group)
         state = state_device_and_dtype(rule.averages[0], param, options.state_dtype)[1]
         wide = torch.promote_types(param.dtype, state)
         wide = torch.promote_types(wide, torch.float32) if rule.in_fp32 else wide
         dtypes = (param.dtype, gradient_dtype(param), *[state] * len(rule.averages))
-        each = sum(wide.itemsize for dtype in dtypes if dtype != wide)
-        copied += each * _numel_at(rank, plan.layouts[i])
-        largest = max(largest, each)
-    return min(copied, MAX_COPIED_ELEMENTS * largest)
+        copied = sum(wide.itemsize for dtype in dtypes if dtype != wide)
+        each = copied + temporaries_of(group) * wide.itemsize
+        together[copied > 0] += each * numel
+        largest[copied > 0] = max(largest[copied > 0], each)
+    return max(min(together[key], MAX_COPIED_ELEMENTS * largest[key]) for key in (False, True))
 
 
 def _table_bytes(plans: Sequence[Plan]) -> int:

@@ -21,19 +21,19 @@ import torch.distributed as dist
 from . import memory_report, pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
 from .communication.process_groups import ProcessGroups, check_process_group, world_now
-from .execution.adamw_updates import StatePlace
 from .execution.cuda_graphs import check_environment, on_device
+from .execution.elementwise_updates import StatePlace
 from .execution.offload.offload import Offload
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
 from .memory_report import MemoryReport
 from .params import units, validation
-from .params.checks.group_values import check_seed, require
+from .params.checks.group_values import check_counts, check_rounding
 from .params.checks.memory import check_memory
-from .params.config import MuonConfig, with_parameters_of
+from .params.config import AssumedRanks, MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
-from .params.layout import AssumedRanks, this_rank
+from .params.layout import this_rank
 from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
 from .qk_clip.clip import QKClip
@@ -64,7 +64,6 @@ def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
     return world
 
 
-AT_OWNERS = ("shard_state", "grads_are_reduced")  # arguments that need a process group
 NEVER_BOUND = "before the first step, nor after release()"
 
 
@@ -98,7 +97,7 @@ class Muon(StateDictMethods):
     momentum_form ("ema"): "sum": M <- mu M + G, nesterov: orthogonalize G + mu M, kept as state
         `momentum_sum`, as in Dion and Motif. Equal to "ema" while momentum is constant.
         "bias_corrected": Nesterov's mix as in optax.contrib.muon, which gives G more weight in
-        early steps (docs/rules.md). The key `momentum_steps` of a group counts the steps.
+        early steps (docs/groups.md). The key `momentum_steps` of a group counts the steps.
     rounding ("nearest"), rounding_seed (0): of the bf16 weights of Muon's groups. "stochastic":
         up or down at random, so that many small updates move a weight as far as in fp32
         (docs/memory.md). Equal bits on all layouts; `state_dict` keeps seed and count of steps.
@@ -175,9 +174,9 @@ class Muon(StateDictMethods):
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._rule, self._rule_options = rule, rule_options
-        is_known = isinstance(rounding, str) and rounding in ROUNDINGS
-        require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
-        check_seed("rounding_seed", rounding_seed)
+        of_rounding = {"rounding": rounding, "rounding_seed": rounding_seed}
+        check_rounding(of_rounding)
+        check_counts(of_rounding)
         self._rounding = rounding, rounding_seed
         # A generator can be read only once
         params = list(params) if isinstance(params, Iterator) else params
@@ -574,12 +573,16 @@ class Muon(StateDictMethods):
         values, and what the constructor raises.
         """
         memory_report.check_forecast(ranks, layout, gpu_bytes, params, arguments)
-        at_owners = {key: arguments.pop(key) for key in AT_OWNERS if key in arguments}
-        opt = cls(memory_report.copied_groups(params), **arguments)
         if layout == "ddp":
-            opt._options = replace(opt._options, process_group=AssumedRanks(ranks), **at_owners)
+            arguments.update(cls._ranks_as_argument(AssumedRanks(ranks)))
+        opt = cls(memory_report.copied_groups(params), **arguments)
         row_shards = ranks if layout == "fsdp" else None
         return opt._forecast(0, None, row_shards, gpu_bytes=gpu_bytes)
+
+    @classmethod
+    def _ranks_as_argument(cls, ranks: AssumedRanks) -> dict[str, object]:
+        """The constructor's argument for ranks with copies of plain parameters."""
+        return {"process_group": ranks}
 
     @waits_for_updates
     def release(self) -> None:

@@ -2,7 +2,7 @@
 
 Start reading at `OwnerUpdate.run`, the order of all phases, and at `ShardedUpdate`, the phases of
 FSDP2 and most layouts. `LocalUpdate` has no collectives. `UnreducedUpdate` averages gradients
-itself. AdamW's parameters are stepped by the classes of adamw_updates.py.
+itself. Groups with use_muon=False are stepped by the classes of elementwise_updates.py.
 
 A piece is the box of a matrix stored by a rank; under FSDP2, a few whole rows. The owner of a
 matrix is the rank chosen to orthogonalize the whole matrix. A constructor binds all tensors, views
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
-from ..kernels.elementwise.momentum import Copy, Pack
+from ..kernels.elementwise.momentum import Copy, MomentumForm, Pack
 from ..kernels.elementwise.multi_tensor import NUMBERS, Source
 from ..kernels.elementwise.row_scattered import ScatteredMatrices, stays
 from ..kernels.elementwise.weight_update import TO_INITIAL, StochasticRounding, WeightUpdate
@@ -42,7 +42,7 @@ from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan, sent_piece
 from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
-from ..rules.muon import is_corrected, is_stochastic, is_sum
+from ..rules.muon import is_stochastic
 from ..rules.phases import (
     AnyPack,
     AnyWeightUpdate,
@@ -201,7 +201,7 @@ class BoundUpdate(BucketUpdate):
         selected, members = self.selected_pieces.bind(pieces)
         U = whole_or(pieces, to, selected, members)
         skip = self.store.skip(pieces)
-        pack = self.phases.pack(M, U, *sources, skip, self._groups(pieces), *self._momentum_form)
+        pack = self.phases.pack(M, U, *sources, skip, self._groups(pieces), self._momentum_form)
         if not selected:
             return pack
         # Of replicas nothing is sent
@@ -209,9 +209,11 @@ class BoundUpdate(BucketUpdate):
         return PackSelected(pack, selected, sent, [self._state_of(some, to) for some in members])
 
     @property
-    def _momentum_form(self) -> tuple[bool, bool, bool]:
-        """Arguments `sums`, `corrected` and `feedback` of `Pack`."""
-        return is_sum(self.group), is_corrected(self.group), self.selection is not None
+    def _momentum_form(self) -> MomentumForm:
+        """The form of M and U in `Pack` and `WeightUpdate`."""
+        if self.selection is not None:
+            return "feedback"
+        return self.group.get("momentum_form", muon.MOMENTUM_FORMS[0])
 
     def _state_of(self, pieces: Sequence[Piece], to: Views) -> list[tuple]:
         """(stored state of `pieces`, views in `to` of its selected rows) for each state."""
@@ -259,8 +261,7 @@ class BoundUpdate(BucketUpdate):
         """
         form = form_of(self.group)
         initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
-        sums, _, feedback = self._momentum_form
-        found = {"decay": form, "initial": initial, "sums": sums, "feedback": feedback}
+        found = {"decay": form, "initial": initial, "momentum_form": self._momentum_form}
         if is_stochastic(self.group):
             positions = self.store.positions(pieces)
             found["rounding"] = StochasticRounding(positions, self.store.keys)

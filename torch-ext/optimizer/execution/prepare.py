@@ -39,9 +39,9 @@ from ..rules.elementwise import elementwise_of
 from ..rules.muon import STEPS_KEY, comparable_scale, is_corrected, is_stochastic, is_sum
 from ..rules.rule import host_constants, rule_of, selection_of, sends_signs
 from ..state import create
-from .adamw_updates import BUCKET_UPDATES, AdamWUpdate, StatePlace
 from .bucket_updates import BucketInputs
 from .cuda_graphs import Graphs, release_before_groups
+from .elementwise_updates import BUCKET_UPDATES, ElementwiseUpdate, StatePlace
 from .fingerprint import StepFingerprint, memory_key
 from .param_store import PlanInputViews, Store
 from .step_inputs import InputBuffers, StepInputs
@@ -525,7 +525,7 @@ class BoundStep:
         early = len(jobs) if jobs and options.overlap_backward else 0
         self.inputs = StepInputs(buffers, self.stores, self.missing, early)
         for job in jobs:
-            apart = options.capturable and isinstance(job[0], AdamWUpdate)
+            apart = options.capturable and isinstance(job[0], ElementwiseUpdate)
             (self.adamw_jobs if apart else self.jobs).append(job)
 
     @property
@@ -603,7 +603,7 @@ def _bind(
             own_graphs = adamw_graphs if options.capturable else None
             name = elementwise_of(plan.group).name.replace("adamw", "AdamW")
             label = f"{name} ({len(plan.params)} parameters, the first {store.names[0]})"
-            jobs.append((place.adamw_update(store, label, written, own_graphs), plan.group))
+            jobs.append((place.elementwise_update(store, label, written, own_graphs), plan.group))
     # Labels count as `plan_report` does, where AdamW's updates come last with capturable
     skipped = len(jobs) if options.capturable else 0
     tasks = sorted_buckets(plans, stores, options)

@@ -14,6 +14,7 @@ import torch
 from ..communication.all_to_all import piece_at
 from ..kernels.elementwise.momentum import Copy
 from ..kernels.elementwise.row_scattered import ScatteredRows
+from ..newton_schulz.selection import starts_of
 from ..planning.memory_model import ALIGNMENT, per_shape
 from ..planning.plan import Matrix
 from ..planning.rank_plan import Box, Piece, RankPlan
@@ -252,7 +253,8 @@ class BoundSelection:
                     stacks.append(flat.view(-1, R, C))
                     offset_bytes += flat.nbytes + -flat.nbytes % ALIGNMENT
                 chosen = [self._chosen(p, axis) for p in together]
-                found.append(SelectedPieces(axis, list(blocks), *stacks, chosen))
+                starts = starts_of(list(blocks), self.store.device)
+                found.append(SelectedPieces(axis, list(blocks), starts, *stacks, chosen))
                 members.append(together)
         return found, members
 

@@ -91,13 +91,24 @@ def _keys_of(group: Mapping) -> dict[str, object]:
     """{key: default} of the keys that an optimizer adds to a group. Raises ConfigError for an
     unknown `rule`, without the number of a group that the config does not have.
     """
-    matrix = nn.Parameter(torch.zeros(2, 2))
     try:
-        (made,) = Muon([{"params": [matrix], **group}]).param_groups
+        with of_no_group():
+            (made,) = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], **group}]).param_groups
     except (ValueError, TypeError) as error:
-        raise ConfigError(str(error).removeprefix("in group 0 (#0): ")) from error
+        raise ConfigError(str(error)) from error
     inner = ("params", "param_names", "use_muon", "rule")
     return {key: value for key, value in made.items() if key not in inner}
+
+
+@contextlib.contextmanager
+def of_no_group() -> Iterator[None]:
+    """A context manager for building an optimizer of one unnamed parameter: errors raised inside
+    lose the number of its group, which the config does not have.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise type(error)(str(error).removeprefix("in group 0 (#0): ")) from error
 
 
 def rule_options(rule: str | type[Rule] | None) -> dict[str, object]:

@@ -95,22 +95,31 @@ def translated(given: Mapping, defaults: Mapping) -> dict[str, object]:
     return {"params": pairs if named else [param for _, param in pairs], **keys}
 
 
-def _arguments(groups: list[dict], mesh: object, polar_express: bool, custom: object) -> dict:
-    """Arguments of `Muon` for those of dion. Raises NotImplementedError for a function of one's
-    own.
+def _muon_arguments(
+    groups: list[dict], mesh: object, use_polar_express: bool, newton_schulz_func: object
+) -> dict[str, object]:
+    """Arguments of `Muon` for the arguments of dion that no group has. Raises NotImplementedError
+    for a function as `newton_schulz_func`.
     """
-    if custom is not None:
+    if newton_schulz_func is not None:
         raise NotImplementedError(
             "newton_schulz_func is not supported: leave it out, and name the coefficients with "
             "Muon(..., ns_coefficients=...)"
         )
-    coefficients = COEFFICIENTS[bool(polar_express)]
+    coefficients = COEFFICIENTS[bool(use_polar_express)]
+    ranks = {}
     # DTensors carry their mesh: the argument is for copies on the ranks of DDP
-    has_plain = any(
-        not hasattr(param, "device_mesh") for group in groups for _, param in _pairs(group)
-    )
-    ranks = {"process_group": mesh} if mesh is not None and has_plain else {}
+    if mesh is not None and _has_plain(groups):
+        ranks["process_group"] = mesh
     return {"momentum_form": "sum", "ns_coefficients": coefficients, **ranks}
+
+
+def _has_plain(groups: list[dict]) -> bool:
+    """Whether a parameter is no DTensor."""
+    # Imported only for programs with a mesh: importing is slow
+    from torch.distributed.tensor import DTensor
+
+    return any(not isinstance(param, DTensor) for group in groups for _, param in _pairs(group))
 
 
 def _groups(params: Iterable, defaults: Mapping) -> list[dict]:
@@ -121,9 +130,46 @@ def _groups(params: Iterable, defaults: Mapping) -> list[dict]:
     return [translated(group, defaults) for group in entries]
 
 
-class DionMuon(Muon):
-    """`Muon` with the arguments of `dion.Muon`; groups have dion's keys at construction, and this
-    package's keys afterwards.
+def _dion_arguments(
+    algorithm: str, betas: tuple[float, float], **of_groups: object
+) -> dict[str, object]:
+    """The arguments of dion that a group may replace, by their keys. `of_groups`: arguments that
+    have the name of their key.
+    """
+    beta1, beta2 = betas
+    return {"algorithm": algorithm, "beta1": beta1, "beta2": beta2, **of_groups}
+
+
+class _DionGroups(torch.optim.Optimizer):
+    """Base class: groups with dion's keys in `add_param_group`, as at construction. Subclasses set
+    `_dion`, dion's arguments that a group may replace, before the groups are added.
+    """
+
+    _dion: dict[str, object]
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group with the keys of dion. Raises as the constructor does, and leaves the
+        optimizer unchanged.
+        """
+        # The constructor adds groups that are translated already
+        if self._has_all_groups and isinstance(param_group, Mapping):
+            if "params" in param_group:
+                param_group = translated(param_group, self._dion)
+        super().add_param_group(param_group)
+
+    @classmethod
+    def _ranks_as_argument(cls, ranks: object) -> dict[str, object]:
+        """As in `Muon`."""
+        return {"distributed_mesh": ranks}
+
+    def __getstate__(self) -> dict:
+        """As in `Muon`."""
+        return {**super().__getstate__(), "_dion": self._dion}
+
+
+class DionMuon(_DionGroups, Muon):
+    """`Muon` with the arguments of `dion.Muon`. Groups have dion's keys at construction and in
+    `add_param_group`, and this package's keys in `param_groups`.
 
     Momentum is a sum, as in dion. `use_gram_newton_schulz` and `use_triton` have no effect: the
     package chooses its kernels. `epsilon` is that of AdamW groups. `distributed_mesh` counts for
@@ -149,28 +195,24 @@ class DionMuon(Muon):
         use_polar_express: bool = True,
         newton_schulz_func: Callable | None = None,
     ) -> None:
-        beta1, beta2 = betas
-        groups = _groups(
-            params,
-            {
-                "algorithm": "muon",
-                "lr": lr,
-                "mu": mu,
-                "beta1": beta1,
-                "beta2": beta2,
-                "weight_decay": weight_decay,
-                "cautious_wd": cautious_wd,
-                "epsilon": epsilon,
-                "nesterov": nesterov,
-                "adjust_lr": adjust_lr,
-                "flatten": flatten,
-            },
+        self._dion = _dion_arguments(
+            "muon",
+            betas,
+            lr=lr,
+            mu=mu,
+            weight_decay=weight_decay,
+            cautious_wd=cautious_wd,
+            epsilon=epsilon,
+            nesterov=nesterov,
+            adjust_lr=adjust_lr,
+            flatten=flatten,
         )
-        more = _arguments(groups, distributed_mesh, use_polar_express, newton_schulz_func)
+        groups = _groups(params, self._dion)
+        more = _muon_arguments(groups, distributed_mesh, use_polar_express, newton_schulz_func)
         super().__init__(groups, lr, weight_decay, mu, nesterov, **more)
 
 
-class DionNorMuon(NorMuon):
+class DionNorMuon(_DionGroups, NorMuon):
     """`NorMuon` with the arguments of `dion.NorMuon`, as `DionMuon` has those of `dion.Muon`."""
 
     def __init__(
@@ -192,23 +234,19 @@ class DionNorMuon(NorMuon):
         use_polar_express: bool = True,
         newton_schulz_func: Callable | None = None,
     ) -> None:
-        beta1, beta2 = betas
-        groups = _groups(
-            params,
-            {
-                "algorithm": "normuon",
-                "lr": lr,
-                "mu": mu,
-                "muon_beta2": muon_beta2,
-                "beta1": beta1,
-                "beta2": beta2,
-                "weight_decay": weight_decay,
-                "cautious_wd": cautious_wd,
-                "epsilon": epsilon,
-                "nesterov": nesterov,
-                "adjust_lr": adjust_lr,
-                "flatten": flatten,
-            },
+        self._dion = _dion_arguments(
+            "normuon",
+            betas,
+            lr=lr,
+            mu=mu,
+            muon_beta2=muon_beta2,
+            weight_decay=weight_decay,
+            cautious_wd=cautious_wd,
+            epsilon=epsilon,
+            nesterov=nesterov,
+            adjust_lr=adjust_lr,
+            flatten=flatten,
         )
-        more = _arguments(groups, distributed_mesh, use_polar_express, newton_schulz_func)
+        groups = _groups(params, self._dion)
+        more = _muon_arguments(groups, distributed_mesh, use_polar_express, newton_schulz_func)
         super().__init__(groups, lr, weight_decay, mu, nesterov, beta2=muon_beta2, **more)

@@ -218,7 +218,7 @@ def _build(overridden: list[tuple[str, dict]], arguments: Mapping) -> Muon:
     try:
         return _optimizer([group for _, group in overridden], arguments)
     except (ValueError, TypeError, NotImplementedError):
-        with in_config_terms(WHERE):
+        with in_config_terms(WHERE), config.of_no_group():
             # The fault may be one of the arguments: any parameter has it. A clip needs the model
             of_any = {key: value for key, value in arguments.items() if key != "qk_clip"}
             _optimizer([{"params": [nn.Parameter(torch.zeros(2, 2))]}], of_any)

@@ -79,9 +79,18 @@ def check_selection(group: Mapping[str, Any]) -> None:
         )
 
 
-def choose(stack: torch.Tensor, axis: int, blocks: list[Block]) -> torch.Tensor:
+def starts_of(blocks: list[Block], device: torch.device) -> torch.Tensor:
+    """Return the first row or column of each block, (blocks, 1) int64, for `choose`."""
+    length = blocks[0][1] if blocks else 1
+    return torch.arange(0, length * len(blocks), length, device=device).view(-1, 1)
+
+
+def choose(
+    stack: torch.Tensor, axis: int, blocks: list[Block], starts: torch.Tensor
+) -> torch.Tensor:
     """Return the selected rows (`axis` 0) or columns (1) of a stack (N, R, C): (N, k) int64,
     ascending in each matrix. `blocks`: of all rows or columns, equally long but for the last one.
+    `starts`: of `starts_of`.
 
     Of equal sums the lower index is selected; NaN counts as larger than every number.
     """
@@ -94,8 +103,7 @@ def choose(stack: torch.Tensor, axis: int, blocks: list[Block]) -> torch.Tensor:
     if padding:
         sums = torch.nn.functional.pad(sums, (0, padding), value=-1.0)
     order = sums.view(N, -1, length).sort(dim=2, descending=True, stable=True).indices
-    starts = torch.arange(0, length * len(blocks), length, device=stack.device)
-    order = order[..., :count] + starts.view(-1, 1)
+    order = order[..., :count] + starts
     # The last block may be shorter, and select fewer
     found = order[:, :-1].flatten(1), order[:, -1, : blocks[-1][2]]
     return torch.cat(found, 1).sort(1).values

@@ -22,6 +22,13 @@ Function = TypeVar("Function", bound=Callable)
 
 
 @dataclass(frozen=True)
+class AssumedRanks:
+    """Stands for the process group of ranks 0 to `count` - 1 in a forecast: there are no ranks."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class MuonConfig:
     """The keyword arguments of `Muon` that hold for all parameter groups.
 
@@ -116,13 +123,16 @@ class MuonConfig:
                 "parameters: pass process_group, or leave shard_state out (the state of DTensors "
                 "is sharded like the parameters without it)"
             )
-        if self.process_group is not None and not dist.is_initialized():
+        is_real = self.process_group is not None and not isinstance(
+            self.process_group, AssumedRanks
+        )
+        if is_real and not dist.is_initialized():
             raise ValueError(
                 "process_group was given, but torch.distributed is not initialized: call "
                 "init_process_group first, or leave process_group out"
             )
         # dist.new_group returns an object of another type on ranks outside the group
-        if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
+        if is_real and not isinstance(self.process_group, dist.ProcessGroup):
             raise ValueError(
                 f"process_group={shortened(repr(self.process_group))} is no process group of which "
                 "this rank is a member: only its members may build the optimizer with it"

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._mode_utils import no_dispatch
 
+from .config import AssumedRanks
 from .dtensor import as_dtensor, is_dtensor
 from .units import WHOLE, Block, Cut, Split
 
@@ -69,15 +70,15 @@ class Layout:
         """(rows, columns) of each unit."""
         return [self.shape[-2:]] if self.cut_into is None else self.cut_into.shapes()
 
-    @property
+    @functools.cached_property
     def selected_shapes(self) -> list[tuple[int, int] | None]:
         """Shape of the part of each unit that its owner selects; None: the whole unit."""
         return [None] * self.unit_count
 
     @property
-    def whole_shapes(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each unit as stored."""
-        return self.unit_shapes
+    def sends_parts(self) -> bool:
+        """Whether ranks send only selected rows or columns of the boxes that they store."""
+        return False
 
     def as_matrices(
         self, split: Split, param_shape: Sequence[int] | None = None, per: str = "element"
@@ -231,13 +232,6 @@ def _overlaps(
         if begin < end:
             found.append((begin, number, end - begin, inner + begin - low))
     return found
-
-
-@dataclass(frozen=True)
-class AssumedRanks:
-    """Stands for the process group of ranks 0 to `count` - 1 in a forecast: there are no ranks."""
-
-    count: int
 
 
 def ranks_of_group(group: dist.ProcessGroup | AssumedRanks) -> tuple[int, ...]:

@@ -36,8 +36,10 @@ from ..rules.muon import (
 from ..rules.rule import RULES, has_radius, number_of, reads_gradients, rule_of
 from .checks.group_values import (
     BELOW_ONE,
+    COUNTS,
     FINITE,
     check_betas,
+    check_counts,
     check_scale_function,
     check_values,
     is_adamw,
@@ -365,11 +367,12 @@ SCHEDULED_LIMITS = {"lr": FP32_MAX, "weight_decay": FP32_MAX, "momentum": 1.0}
 
 
 def _are_usual(groups: Sequence[dict]) -> bool:
-    """Whether all scheduled values are allowed floats, and no group has a radius. Computed in C,
-    since there may be a group for each parameter. False without groups.
+    """Whether all scheduled values are allowed floats, and no group has a radius or a value of
+    COUNTS. Computed in C, since there may be a group for each parameter. False without groups.
     """
-    if set(map(dict.get, groups, itertools.repeat("radius"))) != {None}:
-        return False
+    for key in ("radius", *COUNTS):
+        if any(map(dict.__contains__, groups, itertools.repeat(key))):
+            return False
     for key, most in SCHEDULED_LIMITS.items():
         values = list(map(dict.get, groups, itertools.repeat(key)))
         if set(map(type, values)) != {float} or not math.isfinite(sum(values)):
@@ -380,8 +383,8 @@ def _are_usual(groups: Sequence[dict]) -> bool:
 
 
 def check_scheduled_values(groups: Sequence[dict]) -> None:
-    """Raise ValueError, with group and key, for a wrong value of lr, weight_decay, momentum, betas
-    or radius, as schedules may have set them.
+    """Raise ValueError, with group and key, for a wrong value of lr, weight_decay, momentum, betas,
+    radius or a key of COUNTS, as schedules and users may have set them.
 
     Called at every step, before anything changes. Tensors on a GPU are not read: the host would
     wait for the device.
@@ -408,6 +411,9 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
         if "radius" in group and has_radius(group):
             with in_group(number, group):
                 check_radius(group)
+        if not COUNTS.keys().isdisjoint(group):
+            with in_group(number, group):
+                check_counts(group)
         # An AdamW group without betas is refused by `check_changed_groups`, with another message
         known = group.get("use_muon") is True or group.get("betas") is None
         if not known and is_adamw(group):

@@ -102,7 +102,7 @@ def _no_scratch(R: int, C: int) -> tuple[object, int, int]:
 
 
 def never(*_: object) -> bool:
-    """Default of `PlanInputs.supports_scattered_rows` and `side_by_side`: False."""
+    """Default of `PlanInputs.side_by_side`: False."""
     return False
 
 
@@ -122,13 +122,18 @@ class PlanInputs:
     # `method.scratch_bytes`
     scratch: Callable[[int, int], tuple[object, int, int]] = _no_scratch
     # (R, C) -> whether Newton-Schulz can read the matrix as scattered rows, see
-    # `method.supports_scattered_rows`
-    supports_scattered_rows: Callable[[int, int], bool] = never
+    # `method.supports_scattered_rows`; None: the rule reads no scattered rows
+    supports_scattered_rows: Callable[[int, int], bool] | None = None
     # [(short side, long side)] -> whether iterations of several shapes gain by scratch of their
     # own, see `method.gain_side_by_side`
     side_by_side: Callable[[list], bool] = never
     # Bytes of the workspace that the two options before may use; None: no more than without them
     rank_bytes: int | None = None
+
+    @property
+    def has_direct(self) -> bool:
+        """Whether matrices may be direct, see [Note: direct matrices] in rank_plan.py."""
+        return self.supports_scattered_rows is not None
 
     @property
     def itemsizes(self) -> dict[str, int]:
@@ -311,7 +316,7 @@ class MemoryModel:
         """Return the bytes of the largest piece of a unit as a rank stores it, and of the part that
         is sent; 0 if the whole piece is sent.
         """
-        if layout.whole_shapes is layout.unit_shapes:
+        if not layout.sends_parts:
             return 0
         return max(
             sum(r * c * self.element + 2 * ALIGNMENT for r, c in layout.stored_shapes(rank, unit))

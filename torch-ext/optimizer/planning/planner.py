@@ -30,7 +30,7 @@ from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.elementwise import elementwise_of
 from ..rules.rule import Rule, rule_of, selection_of, state_device_and_dtype, weight_dtype
 from .cost_model import CostModel, latency_bytes
-from .memory_model import ChunkPlanInputs, PlanInputs, never
+from .memory_model import ChunkPlanInputs, PlanInputs
 from .plan import (
     OWNER_STATE_ROUTES,
     Bucket,
@@ -265,7 +265,7 @@ class Planner:
             weight_dtype(rule, self.options.wire_dtype).itemsize if rule.reads_weight else 0,
             self.sends_once,
             partial(method.scratch_bytes, steps=cost_model.steps, dtype=products),
-            scattered if rule.takes_scattered_rows else never,
+            scattered if rule.takes_scattered_rows else None,
             gain_side_by_side,
             # With overlap_backward every bucket has a buffer of its own: extra bytes count for each
             rank_bytes=None if self.options.overlap_backward else rank_bytes,

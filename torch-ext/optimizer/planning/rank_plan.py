@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .memory_model import ALIGNMENT, ChunkPlanInputs, PlanInputs, never, sent_kind, split_workspace
+from .memory_model import ALIGNMENT, ChunkPlanInputs, PlanInputs, sent_kind, split_workspace
 from .plan import OWNER_STATE_ROUTES, Bucket, Matrix
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def rank_plan_of(
     # Of unreduced gradients the owner's own goes through the buffer too: the mean is one reduction
     # over equal splits
     # O of direct matrices leaves from where U arrived, so the splits of both ways have to be alike
-    has_room = inputs.supports_scattered_rows is not never and not reduce
+    has_room = inputs.has_direct and not reduce
     room = [p for p in sent if p.is_source and has_room]
     inbound = _inbound(sources + room, rank, bucket.ranks, inputs, reduce)
     outbound = plan_all_to_all(
@@ -298,7 +298,7 @@ def _with_direct(rank_plan: RankPlan, limits: tuple[int, int], inputs: PlanInput
     direct = frozenset(
         m
         for m in rank_plan.matrices
-        if m not in whole and inputs.supports_scattered_rows(m.rows, m.cols)
+        if m not in whole and inputs.has_direct and inputs.supports_scattered_rows(m.rows, m.cols)
     )
     # Matrices of one key are iterated together. With several keys, the results of the first key are
     # written before the matrices of the next key are read: safe only if every piece is sent from
@@ -358,7 +358,7 @@ def _unselected(
     nbytes = 0
     for p in pieces:
         layout = layouts[p.matrix.param]
-        if p.stored_at == rank and layout.whole_shapes is not layout.unit_shapes:
+        if p.stored_at == rank and layout.sends_parts:
             numel = math.prod(layout.whole_shape(rank, p.matrix.unit, p.start)) + p.numel
             nbytes += numel * inputs.element + 2 * ALIGNMENT
     return nbytes

@@ -29,6 +29,11 @@ class SelectedLayout(Layout):
     axes: tuple[int | None, ...] = ()
     at_source: bool = False
 
+    @property
+    def sends_parts(self) -> bool:
+        """See `Layout.sends_parts`."""
+        return self.at_source
+
     @functools.cached_property
     def whole_shapes(self) -> list[tuple[int, int]]:
         """(rows, columns) of each unit as stored."""

@@ -64,6 +64,12 @@ class Elementwise:
         """Return numbers of a group that `step` takes from the host, besides lr and decay."""
         raise NotImplementedError
 
+    def temporaries(self, group: Mapping[str, Any]) -> tuple[int, int]:
+        """Return how many tensors like W, for each W, `step` makes on a GPU: (at a time, returned).
+        For `MemoryReport`.
+        """
+        return (0, 0)
+
     def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """Step W and state in place; return tensors with the signs of the update, read for
         decay="cautious". G stays unchanged.
@@ -162,9 +168,9 @@ def step(
             w, _, m, *_ = member
             fits = all(_fits(t, _wide(w, m, rule), m) for t in member[:count])
             (straight if fits else copied).append(member)
-    # Decay beside the rule needs copies, too, and so do all rules but AdamW
-    is_beside = not rule.decays or group.get("decay", DECOUPLED) != DECOUPLED
-    for part in _in_parts(straight, rule) if is_beside else [straight] if straight else ():
+    # All rules but AdamW, and decay beside the rule, make temporaries
+    in_parts = not _decays_inside(rule, group)
+    for part in _in_parts(straight, rule) if in_parts else [straight] if straight else ():
         _step_alike(part, rule, group, scalars)
     for part in _in_parts(copied, rule):
         copies = [_copied(member[:count], rule) for member in part]
@@ -175,6 +181,25 @@ def step(
         pairs = [(member[i], own[i]) for own, member in zip(copies, part) for i in places]
         if pairs := [pair for pair in pairs if pair[0] is not pair[1]]:
             torch._foreach_copy_(*map(list, zip(*pairs)))
+
+
+def temporaries_of(group: Mapping[str, Any]) -> int:
+    """Return how many tensors like the weights `_step_alike` makes at a time on a GPU, in the dtype
+    of the step.
+    """
+    rule = elementwise_of(group)
+    most, returned = rule.temporaries(group)
+    if not float(group["weight_decay"]) or _decays_inside(rule, group):
+        return most
+    if form_of(group) == CAUTIOUS:
+        # The old weights are kept during the step; then two signs and their product join them
+        return 1 + max(most, returned + 3)
+    return max(most, 2 if form_of(group) == TO_INITIAL else 1)
+
+
+def _decays_inside(rule: Elementwise, group: Mapping[str, Any]) -> bool:
+    """Return whether `Elementwise.step` decays the weights itself."""
+    return rule.decays and group.get("decay", DECOUPLED) == DECOUPLED
 
 
 def _step_alike(
@@ -192,7 +217,7 @@ def _step_alike(
     on_device = W[0].is_cuda and averages[0][0].dtype != torch.float64
     weight_decay = float(group["weight_decay"])
     old = []
-    if weight_decay and not (rule.decays and group.get("decay", DECOUPLED) == DECOUPLED):
+    if weight_decay and not _decays_inside(rule, group):
         weight_decay = 0.0
         rate = scalars[RATE] if on_device else rate_of(group)
         if form_of(group) == CAUTIOUS:

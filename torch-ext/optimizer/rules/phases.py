@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ..kernels.elementwise.momentum import Pack, copy_torch, gradients_or_momenta
+from ..kernels.elementwise.momentum import MomentumForm, Pack, copy_torch, gradients_or_momenta
 from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
-from ..newton_schulz.selection import Block, Selection, choose, gather, scatter
+from ..newton_schulz.selection import Block, Selection, choose, gather, scatter, starts_of
 from .rule import Numbers, Rule, Units, overrides, rule_name, sends_signs, writes_weights
 
 Stack = torch.Tensor | ScatteredRows
@@ -63,7 +63,8 @@ class Phases:
         """
         rule = self.rule
         # Validation has refused these forms, but a group may have changed in between
-        has_form = forms.get("sums") or forms.get("decay", ALL) != ALL or forms.get("rounding")
+        has_form = forms.get("momentum_form") == "sum" or forms.get("decay", ALL) != ALL
+        has_form = has_form or forms.get("rounding") is not None
         if writes_weights(rule) and has_form:
             raise ValueError(
                 f"rule {rule_name(type(rule))!r} has no other form of decay, momentum or rounding"
@@ -183,12 +184,10 @@ class PackByRule:
         gradients: Sequence[torch.Tensor],
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
-        sums: bool = False,
-        corrected: bool = False,
-        feedback: bool = False,
+        form: MomentumForm = "ema",
     ) -> None:
-        """Arguments of `Pack`, after `update`. `sums` and `corrected` are refused by validation,
-        `feedback` is of rules without an `update`.
+        """Arguments of `Pack`, after `update`. `form` is "ema": validation refuses "sum" and
+        "bias_corrected", and "feedback" is of rules without an `update`.
         """
         self.update = update
         self.M = list(M)
@@ -295,11 +294,12 @@ class SelectedStack:
         self.part = part
         self.axis = selection.axis(*whole.shape[1:])
         self.blocks = selection.blocks_of(whole.shape[1 + self.axis])
+        self.starts = starts_of(self.blocks, whole.device)
         self.chosen: torch.Tensor | None = None  # (N, k), between `select` and `write`
 
     def select(self) -> None:
         """Write the selected rows or columns of U to `part`."""
-        self.chosen = choose(self.whole, self.axis, self.blocks)
+        self.chosen = choose(self.whole, self.axis, self.blocks, self.starts)
         gather(self.whole, self.axis, self.chosen, self.part)
 
     def call(self, phases: Phases, method: str, units: Units) -> None:
@@ -325,20 +325,24 @@ class SelectedPieces:
 
     axis: int  # 0: rows are selected, 1: columns
     blocks: list[Block]  # of the rows or columns of a piece
+    starts: torch.Tensor  # first row or column of each block, see `starts_of`
     whole: torch.Tensor  # (n, r, c)
     part: torch.Tensor  # (n, k, c) or (n, r, k)
     chosen: list[torch.Tensor]  # (k,) int64 for each piece: the selection, from `select` on
 
     def select(self) -> torch.Tensor:
         """Select from U in `whole`; return the selection of all pieces, (n, k)."""
-        chosen = choose(self.whole, self.axis, self.blocks)
+        chosen = choose(self.whole, self.axis, self.blocks, self.starts)
         torch._foreach_copy_(self.chosen, chosen.unbind())
         return chosen
 
-    def spread(self, parts: Sequence[torch.Tensor]) -> None:
-        """Write O to `whole` from what is selected of each piece."""
+    def spread(self, parts: Sequence[torch.Tensor], index: torch.Tensor) -> None:
+        """Write O to `whole` from what is selected of each piece. `index`: memory for the selection
+        of all pieces, (n, k) int64.
+        """
         torch._foreach_copy_(self.part.unbind(), parts)
-        scatter(self.part, self.axis, torch.stack(self.chosen), self.whole)
+        torch.stack(self.chosen, out=index)
+        scatter(self.part, self.axis, index, self.whole)
 
 
 class PackSelected:
@@ -359,6 +363,14 @@ class PackSelected:
         self.pieces = list(pieces)
         self.to = list(to)
         self.state = list(state)
+        # Memory for the state of all pieces, (n, r, 1), and for that of selected rows, (n, k, 1)
+        self.rows = [
+            [
+                tuple(_memory_for(views, stored[0].dtype) for views in (stored, sent))
+                for stored, sent in states
+            ]
+            for states in self.state
+        ]
 
     def __call__(
         self,
@@ -371,12 +383,19 @@ class PackSelected:
         """Write U, and state, of what is selected; arguments as for `Pack`. M is not written."""
         self.pack(tensors, addresses, weight, False, False)
         chosen = [pieces.select() for pieces in self.pieces]
-        for pieces, of, to, states in zip(self.pieces, chosen, self.to, self.state):
+        pieces_and_state = zip(self.pieces, chosen, self.to, self.state, self.rows)
+        for pieces, of, to, states, memory in pieces_and_state:
             gather(pieces.whole, pieces.axis, of, pieces.part)
             torch._foreach_copy_(to, pieces.part.unbind())
-            for stored, sent in states:
-                rows = torch.stack(stored).gather(1, of.unsqueeze(2))
+            for (stored, sent), (whole, rows) in zip(states, memory):
+                torch.stack(stored, out=whole)
+                torch.gather(whole, 1, of.unsqueeze(2), out=rows)
                 torch._foreach_copy_(sent, rows.unbind())
+
+
+def _memory_for(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for a stack of tensors of equal shape."""
+    return tensors[0].new_empty((len(tensors), *tensors[0].shape), dtype=dtype)
 
 
 class WeightUpdateSelected:
@@ -396,6 +415,7 @@ class WeightUpdateSelected:
         self.pieces = list(pieces)
         self.parts = list(parts)
         self.pack = pack
+        self.index = [_memory_for(pieces.chosen, torch.int64) for pieces in self.pieces]
 
     def __call__(
         self,
@@ -408,8 +428,8 @@ class WeightUpdateSelected:
         """Write W and M, as `WeightUpdate`."""
         if self.pack is not None:
             self.pack(tensors, addresses, weight, False)
-        for pieces, parts in zip(self.pieces, self.parts):
-            pieces.spread(parts)
+        for pieces, parts, index in zip(self.pieces, self.parts, self.index):
+            pieces.spread(parts, index)
         self.update(factors, tensors, addresses, weight, update_momentum)
 
 

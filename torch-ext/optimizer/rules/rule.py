@@ -183,7 +183,7 @@ class Rule:
     def selection(cls, group: Mapping[str, Any]) -> Selection | None:
         """Return which part of each matrix of a group is orthogonalized; None: the whole. Only of
         fused rules without `before` and with state per row or without state. The momentum is then
-        that of `Pack` with `feedback`.
+        that of `Pack` with form "feedback".
         """
         return None
 

@@ -10,14 +10,14 @@ from ...kernels.backend import capturing
 from ...params.config import MuonConfig
 from ...pipeline import BucketUpdate, StepHook
 from ...planning.planner import Plan
-from ..adamw_updates import StatePlace
+from ..elementwise_updates import StatePlace
 from ..param_store import PlanInputViews
 from .memory import ALIGNMENT
 from .parts import OffloadStore
 from .placement import HostState
 from .scheduler import SLOTS, Scheduler
 from .streams import streams_for
-from .updates import OFFLOADED_UPDATES, OffloadedAdamWUpdate
+from .updates import OFFLOADED_UPDATES, OffloadedElementwiseUpdate
 
 # Bytes of a slot: large enough for the rate of PCIe, and for few launches
 LEAST_SLOT, MOST_SLOT = 1 << 20, 16 << 20
@@ -56,9 +56,9 @@ class Offload(StatePlace):
         return OFFLOADED_UPDATES[route]
 
     @property
-    def adamw_update(self) -> type[BucketUpdate]:
+    def elementwise_update(self) -> type[BucketUpdate]:
         """The class of updates of AdamW where parameters are stored."""
-        return OffloadedAdamWUpdate
+        return OffloadedElementwiseUpdate
 
     def hook(self, stores: Sequence[OffloadStore]) -> StepHook:
         """Return the hook of a bound step."""

@@ -1,5 +1,5 @@
-"""Bucket updates whose state lies in host memory: those of bucket_updates.py and adamw_updates.py,
-with launches on state in parts.
+"""Bucket updates whose state lies in host memory: those of bucket_updates.py and of
+elementwise_updates.py, with launches on state in parts.
 
 [Note: momentum before weights]
 Momentum is fetched once: the launch that reads it for U writes it too (`update_momentum_early`), so
@@ -24,14 +24,19 @@ from ...planning.rank_plan import Piece, sent_piece
 from ...rules import elementwise
 from ...rules.decay import INITIAL_KEY, form_of
 from ...rules.rule import is_offloaded, momentum_key
-from ..adamw_updates import AdamWUpdate, OwnerStateAdamWUpdate, UnreducedAdamWUpdate, flags_of
 from ..bucket_updates import BucketInputs, LocalUpdate, Means, ShardedUpdate, UnreducedUpdate, Views
 from ..cuda_graphs import Graphs
+from ..elementwise_updates import (
+    ElementwiseUpdate,
+    OwnerStateElementwiseUpdate,
+    UnreducedElementwiseUpdate,
+    flags_of,
+)
 from .memory import ALIGNMENT
 from .parts import Cut, InParts, Launch, OffloadStore, Several, cut, whole_of
 from .scheduler import Part
 
-# Cuts of AdamW's parameters begin at multiples, in elements: vectors of kernels stay whole
+# Cuts of elementwise parameters begin at multiples, in elements: vectors of kernels stay whole
 CUT = 1024
 
 
@@ -229,12 +234,12 @@ class OffloadedChunks:
         return part, bind
 
     def orthogonalize(self, constants: object) -> None:
-        """See `UnreducedAdamWUpdate`."""
+        """See `UnreducedElementwiseUpdate`."""
         self.load_state()
         super().orthogonalize(constants)
 
     def apply(self, constants: object) -> None:
-        """See `UnreducedAdamWUpdate`."""
+        """See `UnreducedElementwiseUpdate`."""
         super().apply(constants)
         self.save_state()
 
@@ -253,20 +258,20 @@ def _fill(pairs: Sequence[tuple], slot_bytes: int) -> list[list[tuple]]:
     return parts
 
 
-class OffloadedUnreducedAdamWUpdate(OffloadedChunks, UnreducedAdamWUpdate):
-    """`UnreducedAdamWUpdate` with state in host memory."""
+class OffloadedUnreducedElementwiseUpdate(OffloadedChunks, UnreducedElementwiseUpdate):
+    """`UnreducedElementwiseUpdate` with state in host memory."""
 
 
-class OffloadedOwnerStateAdamWUpdate(OffloadedChunks, OwnerStateAdamWUpdate):
-    """`OwnerStateAdamWUpdate` with state in host memory."""
+class OffloadedOwnerStateElementwiseUpdate(OffloadedChunks, OwnerStateElementwiseUpdate):
+    """`OwnerStateElementwiseUpdate` with state in host memory."""
 
 
 # (index of a parameter, its elements in memory order; None: all of it)
 Member = tuple[int, slice | None]
 
 
-class OffloadedAdamWUpdate(AdamWUpdate):
-    """`AdamWUpdate` with state in host memory: parts of several parameters, or of one."""
+class OffloadedElementwiseUpdate(ElementwiseUpdate):
+    """`ElementwiseUpdate` with state in host memory: parts of several parameters, or of one."""
 
     def __init__(
         self,
@@ -275,7 +280,7 @@ class OffloadedAdamWUpdate(AdamWUpdate):
         written: Callable[[BucketUpdate], None] | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        """Arguments of `AdamWUpdate`; graphs are never captured."""
+        """Arguments of `ElementwiseUpdate`; graphs are never captured."""
         BucketUpdate.__init__(self, label, written, store)
         self.graphs = None
         self.keys = elementwise.state_keys_of(store.groups[0])
@@ -370,12 +375,12 @@ def _elements(tensor: torch.Tensor, member: Member) -> torch.Tensor:
     return tensor if member[1] is None else tensor.view(-1)[member[1]]
 
 
-# Route of a bucket -> class, as `adamw_updates.BUCKET_UPDATES`
+# Route of a bucket -> class, as `elementwise_updates.BUCKET_UPDATES`
 OFFLOADED_UPDATES = {
     "local": OffloadedLocalUpdate,
     "exchange": OffloadedShardedUpdate,
     "own": OffloadedShardedUpdate,
     "reduce": OffloadedUnreducedUpdate,
-    "reduce_elementwise": OffloadedUnreducedAdamWUpdate,
-    "own_elementwise": OffloadedOwnerStateAdamWUpdate,
+    "reduce_elementwise": OffloadedUnreducedElementwiseUpdate,
+    "own_elementwise": OffloadedOwnerStateElementwiseUpdate,
 }

@@ -6,6 +6,7 @@ Both bind views of tensors once (multi_tensor.py) and are called at every step w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -28,6 +29,9 @@ from .multi_tensor import (
 
 tl = None  # Triton's language, put here by jit
 
+# Form of M and U, see `Pack`: a value of the key `momentum_form`, or "feedback" of rules with a
+# selection
+MomentumForm = Literal["ema", "sum", "bias_corrected", "feedback"]
 # In the numbers of a group: elements from 1 - mu to the weight of G in a bias-corrected U
 NESTEROV = 4
 
@@ -36,9 +40,9 @@ class Pack:
     """Momentum of many rectangles: M <- mu M + (1 - mu) G, then U <- mu M + (1 - mu) G or U <- M.
 
     M: momentum, G: gradient, U: update, mostly a view of a send buffer. The first form of U is
-    Nesterov momentum, with the new M. With `sums`: M <- mu M + G, then U <- mu M + G or U <- M.
-    With `corrected`, Nesterov's U is M + y (G - M), with a number y of the parameter group. With
-    `feedback`: U <- M + (1 - mu) G, and M is written by `WeightUpdate`. With `signs` the signs of
+    Nesterov momentum, with the new M. Form "sum": M <- mu M + G, then U <- mu M + G or U <- M.
+    "bias_corrected": Nesterov's U is M + y (G - M), with a number y of the parameter group.
+    "feedback": U <- M + (1 - mu) G, and M is written by `WeightUpdate`. With `signs` the signs of
     U, as rounded, take the place of U; zeros and NaN stay.
     """
 
@@ -50,9 +54,7 @@ class Pack:
         gradients: Sequence[torch.Tensor],
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
-        sums: bool = False,
-        corrected: bool = False,
-        feedback: bool = False,
+        form: MomentumForm = "ema",
         signs: bool = False,
     ):
         """Bind M and U: lists of 2-D views with equal shapes, at fixed addresses. `groups`: number
@@ -68,9 +70,7 @@ class Pack:
         self.launches = (
             bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
         )
-        self.sums = sums
-        self.corrected = corrected
-        self.feedback = feedback
+        self.form = form
         self.signs = signs
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
         self.groups = groups_of(groups, self.launches)
@@ -88,25 +88,25 @@ class Pack:
         """Write U and, with `update_momentum`, M; both in place, computed in fp32, rounded once.
 
         `tensors`: all gradients of the step, unchanged. `addresses`: their addresses, int64 on the
-        device (None without Triton). `weight`: 1 - mu of group 0, then mu, read with `sums` only,
-        in fp32 on the device; y, read with `corrected` only, is NESTEROV elements behind the
+        device (None without Triton). `weight`: 1 - mu of group 0, then mu, read with "sum" only, in
+        fp32 on the device; y, read with "bias_corrected" only, is NESTEROV elements behind the
         first. The values of group i are i * NUMBERS elements behind. Without `update_momentum`,
         `WeightUpdate` writes M later, together with the weight.
         """
-        assert not (self.feedback and update_momentum), "M is written by WeightUpdate"
+        assert not (self.form == "feedback" and update_momentum), "M is written by WeightUpdate"
         if self.launches is None:
             gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
-            if self.feedback:
-                weights = [weight[at] for at in self.group_offsets]
+            weights = [weight[at] for at in self.group_offsets]
+            if self.form == "feedback":
                 return pack_feedback_torch(self.M, self.U, gradients, weights, self.skip)
-            weights = [weight[at + self.sums] for at in self.group_offsets]
-            if self.sums:
+            if self.form == "sum":
+                factors = [weight[at + 1] for at in self.group_offsets]
                 pack_sums_torch(
-                    self.M, self.U, gradients, weights, nesterov, update_momentum, self.skip
+                    self.M, self.U, gradients, factors, nesterov, update_momentum, self.skip
                 )
             else:
-                weights = [weight[at] for at in self.group_offsets]
-                mixes = [weight[at + NESTEROV * self.corrected] for at in self.group_offsets]
+                behind = NESTEROV if self.form == "bias_corrected" else 0
+                mixes = [weight[at + behind] for at in self.group_offsets]
                 pack_torch(self.M, self.U, gradients, weights, nesterov, update_momentum, mixes)
             for u in self.U if self.signs else ():
                 u.copy_(torch.where(u > 0, 1.0, torch.where(u < 0, -1.0, u)))
@@ -126,9 +126,9 @@ class Pack:
                 NESTEROV=nesterov,
                 SKIPS=skips,
                 GROUPED=grouped,
-                SUMS=self.sums,
-                CORRECTED=self.corrected,
-                FEEDBACK=self.feedback,
+                SUMS=self.form == "sum",
+                CORRECTED=self.form == "bias_corrected",
+                FEEDBACK=self.form == "feedback",
                 SIGNS=self.signs,
             )
 
@@ -177,7 +177,7 @@ def pack_sums_torch(
     update_momentum: bool,
     skip: Skip | None,
 ) -> None:
-    """Compute `Pack` with `sums` in torch, with the bits of the kernel. `factors`: mu of each
+    """Compute `Pack` of form "sum" in torch, with the bits of the kernel. `factors`: mu of each
     rectangle.
     """
     for i, (m, u, g, mu) in enumerate(zip(M, U, G, factors)):
@@ -197,7 +197,7 @@ def pack_feedback_torch(
     weights: Sequence[torch.Tensor],
     skip: Skip | None,
 ) -> None:
-    """Compute `Pack` with `feedback` in torch, with the bits of the kernel. `weights`: 1 - mu of
+    """Compute `Pack` of form "feedback" in torch, with the bits of the kernel. `weights`: 1 - mu of
     each rectangle.
     """
     for i, (m, u, g, weight) in enumerate(zip(M, U, G, weights)):

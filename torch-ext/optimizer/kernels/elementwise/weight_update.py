@@ -9,7 +9,7 @@ import torch
 
 from ..backend import use_triton
 from ..launch.jit import jit, launch_key
-from .momentum import fed, gradients_or_momenta, lerp, summed
+from .momentum import MomentumForm, fed, gradients_or_momenta, lerp, summed
 from .multi_tensor import (
     NUMBERS,
     Positions,
@@ -60,9 +60,9 @@ class WeightUpdate:
     CAUTIOUS: elements with O W < 0 do not decay. TO_INITIAL: W <- W - rate (W - W0) - (lr scale) O.
     With `factors` bound, lr scale is multiplied by a factor of the row or rectangle. BY_FACTORS:
     W <- keep W - factor O. With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with
-    `update_momentum`. With `feedback`: M <- M + (1 - mu) G, then M <- mu M where O is not -0.0, see
-    [Note: unselected elements]. W: weight, O: orthogonalized update, M: momentum, G: gradient, W0:
-    initial weight.
+    `update_momentum`. Form "feedback" of M: M <- M + (1 - mu) G, then M <- mu M where O is not
+    -0.0, see [Note: unselected elements]. W: weight, O: orthogonalized update, M: momentum, G:
+    gradient, W0: initial weight.
     """
 
     def __init__(
@@ -77,8 +77,7 @@ class WeightUpdate:
         groups: Sequence[int] | None = None,
         decay: int = ALL,
         initial: Sequence[torch.Tensor] = (),
-        sums: bool = False,
-        feedback: bool = False,
+        momentum_form: MomentumForm = "ema",
         factors: Sequence[torch.Tensor] = (),
         keeps: Sequence[torch.Tensor] = (),
         rounding: StochasticRounding | None = None,
@@ -89,7 +88,7 @@ class WeightUpdate:
         `sources` and `gradients` as for `Pack`; None to leave momentum alone. W, O, M and the
         gradients may each be fp32, bf16 or fp16. Rectangles of `skip` keep W and M. `groups`:
         number of the parameter group of each rectangle; None: group 0. `decay`: ALL, CAUTIOUS or
-        TO_INITIAL. `initial`: W0 with TO_INITIAL, of equal shapes. `sums`: M is a sum, as in
+        TO_INITIAL. `initial`: W0 with TO_INITIAL, of equal shapes. `momentum_form`: of M, as in
         `Pack`. `factors` of O: (rows, 1) or (1, 1) for each rectangle, all of a kind, contiguous,
         fp32, at fixed addresses. `keeps`: factors of W likewise, (1, 1): then `decay` has no
         effect. `rounding`: None rounds to nearest; else all weights are bf16.
@@ -105,8 +104,7 @@ class WeightUpdate:
         self.factors_of = NO_FACTORS
         if factors:
             self.factors_of = OF_ROWS if any(len(t) > 1 for t in factors) else OF_MATRICES
-        self.sums = sums
-        self.feedback = feedback
+        self.momentum_form = momentum_form
         self.initial = list(initial)
         self.scales = torch.tensor(
             list(scales), dtype=torch.float32, device=W[0].device if W else None
@@ -188,20 +186,20 @@ class WeightUpdate:
                 SKIPS=skips,
                 GROUPED=grouped,
                 DECAY=self.decay,
-                SUMS=self.sums,
+                SUMS=self.momentum_form == "sum",
                 FACTORS=self.factors_of,
                 ROUNDS=self.rounding is not None,
-                FEEDBACK=self.feedback,
+                FEEDBACK=self.momentum_form == "feedback",
             )
 
     def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
         """Write M in torch, with the bits of the kernel. Arguments as for `__call__`."""
         gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
         for i, (m, g, at) in enumerate(zip(self.M, gradients, self.group_offsets)):
-            if not self.sums and not self.feedback:
+            if self.momentum_form not in ("sum", "feedback"):
                 m.copy_(lerp(m, g, weight[at]))
                 continue
-            if self.feedback:
+            if self.momentum_form == "feedback":
                 new = fed(m, g, weight[at])
                 new = torch.where(is_unselected(self.O[i]), new, new * weight[at + 1])
             else:

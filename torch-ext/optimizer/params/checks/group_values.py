@@ -6,7 +6,7 @@ received and the allowed values; callers add the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from ...kernels.elementwise.weight_update import ALL
 from ...newton_schulz.coefficients import FP32_MAX, steps_of
@@ -29,6 +29,12 @@ from ..errors import shortened
 
 FINITE = "a finite number >= 0 that fp32 holds"
 BELOW_ONE = "a number in [0, 1)"
+# Keys of a group with whole numbers that are read in every step -> (largest value, values in words)
+COUNTS = {
+    STEPS_KEY: (SETTLED, f"a whole number from 0 to {SETTLED}, the steps so far"),
+    SEED_KEY: ((1 << 63) - 1, "a whole number in [0, 2^63)"),
+    DRAWN_KEY: ((1 << 63) - 1, "a whole number in [0, 2^63)"),
+}
 
 
 def check_values(group: dict) -> None:
@@ -42,10 +48,8 @@ def check_values(group: dict) -> None:
     form = group.get("momentum_form", MOMENTUM_FORMS[0])
     is_form = isinstance(form, str) and form in MOMENTUM_FORMS
     require(is_form, "momentum_form", form, f"one of {MOMENTUM_FORMS}")
-    _check_rounding(group)
-    count = group.get(STEPS_KEY, 0)
-    is_count = type(count) is int and 0 <= count <= SETTLED
-    require(is_count, STEPS_KEY, count, f"a whole number from 0 to {SETTLED}, the steps so far")
+    check_rounding(group)
+    check_counts(group)
     steps_of(group["ns_coefficients"], group["ns_steps"])
     other = elementwise_of(group) if is_adamw(group) else None
     if other is not None and "betas" in other.options and group.get("betas") is None:
@@ -58,15 +62,13 @@ def check_values(group: dict) -> None:
     _check_rule(group)
 
 
-def _check_rounding(group: dict) -> None:
-    """Raise ValueError for a wrong value of rounding, of its seed or of its count of steps, and for
-    stochastic rounding where other kernels than Muon's write the weights.
+def check_rounding(group: Mapping) -> None:
+    """Raise ValueError for a wrong value of rounding, and for stochastic rounding where other
+    kernels than Muon's write the weights. `group`: a group, or the arguments of an optimizer.
     """
     rounding = group.get("rounding", ROUNDINGS[0])
     is_known = isinstance(rounding, str) and rounding in ROUNDINGS
     require(is_known, "rounding", rounding, f"one of {ROUNDINGS}")
-    for key in [key for key in (SEED_KEY, DRAWN_KEY) if key in group]:
-        check_seed(key, group[key])
     if rounding == ROUNDINGS[0]:
         return
     if is_adamw(group):
@@ -82,10 +84,15 @@ def _check_rounding(group: dict) -> None:
         )
 
 
-def check_seed(key: str, seed: object) -> None:
-    """Raise ValueError, naming `key`, unless `seed` is a whole number of 63 bits."""
-    # `type` instead of isinstance: True is an int
-    require(type(seed) is int and 0 <= seed < 1 << 63, key, seed, "a whole number in [0, 2^63)")
+def check_counts(group: Mapping) -> None:
+    """Raise ValueError for a wrong value of a key of COUNTS in a group, or in the arguments of an
+    optimizer.
+    """
+    for key, (most, allowed) in COUNTS.items():
+        if key in group:
+            value = group[key]
+            # `type` instead of isinstance: True is an int
+            require(type(value) is int and 0 <= value <= most, key, value, allowed)
 
 
 def _check_rule(group: dict) -> None:
@@ -165,7 +172,7 @@ def check_betas(key: str, betas: object) -> None:
     require(pair, key, betas, "two numbers in [0, 1)")
 
 
-def is_adamw(group: dict) -> bool:
+def is_adamw(group: Mapping) -> bool:
     """Whether use_muon of a group is false; works on unchecked groups, too."""
     return number_of(group.get("use_muon", True)) == 0
 

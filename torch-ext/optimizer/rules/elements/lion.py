@@ -30,6 +30,10 @@ class Lion(Elementwise):
         beta1, beta2 = group["betas"]
         return float(beta1), float(beta2)
 
+    def temporaries(self, group: Mapping[str, Any]) -> tuple[int, int]:
+        """See `Elementwise.temporaries`."""
+        return (2, 1)
+
     def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """See `Elementwise.step`."""
         W, G, (m,), _, lr, _ = of

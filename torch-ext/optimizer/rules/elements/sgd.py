@@ -32,6 +32,12 @@ class SGD(Elementwise):
         momentum = float(group["momentum"])
         return momentum, bool(group["nesterov"]) and momentum > 0
 
+    def temporaries(self, group: Mapping[str, Any]) -> tuple[int, int]:
+        """See `Elementwise.temporaries`."""
+        _, nesterov = self.constants(group)
+        # Else the update is the gradient or M
+        return (2, 1) if nesterov and group.get("decay") == "cautious" else (0, 0)
+
     def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """See `Elementwise.step`."""
         W, G, (M,), _, lr, _ = of

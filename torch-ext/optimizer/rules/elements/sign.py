@@ -36,6 +36,10 @@ class Sign(Elementwise):
         """Return (momentum,)."""
         return (float(group["momentum"]),)
 
+    def temporaries(self, group: Mapping[str, Any]) -> tuple[int, int]:
+        """See `Elementwise.temporaries`."""
+        return (2, 1)
+
     def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """See `Elementwise.step`. `lr`: times the radius."""
         W, G, (M,), _, lr, _ = of

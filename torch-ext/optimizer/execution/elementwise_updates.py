@@ -1,5 +1,5 @@
-"""Bucket updates of groups with use_muon=False, AdamW by default: parameters stepped element by
-element, where they are stored or, with state at owners, in chunks of rows.
+"""Bucket updates of groups with use_muon=False (AdamW, Lion, SGD, sign): parameters stepped element
+by element, where they are stored or, with state at owners, in chunks of rows.
 
 `BUCKET_UPDATES` maps routes of a plan to the classes of this module and of bucket_updates.py.
 """
@@ -34,8 +34,8 @@ from .param_store import PlanInputViews, Store
 from .workspace import views_like
 
 
-class AdamWUpdate(BucketUpdate):
-    """AdamW of parameters stepped element by element where stored: no buckets, no collectives."""
+class ElementwiseUpdate(BucketUpdate):
+    """Parameters stepped element by element where stored: no buckets, no collectives."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class AdamWUpdate(BucketUpdate):
         if self.graphs is None:
             self.step(group)
         else:
-            # torch's fused kernel takes addresses from the host, where this package's own kernels
+            # torch's fused kernels take addresses from the host, where this package's own kernels
             # read them from device memory: a graph is valid for these addresses only
             addresses = list(map(torch.Tensor.data_ptr, self.store.gradients))
             constants = host_constants(group, self.store.is_fp64)
@@ -67,16 +67,17 @@ class AdamWUpdate(BucketUpdate):
         yield  # makes the function a generator, as the pipeline expects
 
     def step(self, group: dict) -> None:
-        """Launch AdamW's kernels; flagged parameters keep weight and state."""
+        """Launch the kernels of the rule; flagged parameters keep weight and state."""
         store = self.store
         elementwise.step_skipping_flagged(
             self.flags, self.weights, store.gradients, self.states, group, store.scalars
         )
 
 
-class UnreducedAdamWUpdate(OwnerUpdate):
-    """AdamW on unreduced gradients (DDP without its all-reduce): every rank owns a chunk of the
-    rows of each parameter, averages the gradients of the chunk, and returns stepped weights.
+class UnreducedElementwiseUpdate(OwnerUpdate):
+    """An elementwise rule on unreduced gradients (DDP without its all-reduce): every rank owns a
+    chunk of the rows of each parameter, averages the gradients of the chunk, and returns stepped
+    weights.
 
     The owner steps copies of the weights and state of the chunk. The copies are written back in
     `apply`, after the return all-to-all: an error leaves the bucket entirely old.
@@ -174,11 +175,11 @@ class UnreducedAdamWUpdate(OwnerUpdate):
 
     def orthogonalize(self, constants: object) -> None:
         """Step copies of own chunks, and copy the stepped weights to the send buffer. Named after
-        the phase of `OwnerUpdate.run`; AdamW orthogonalizes nothing.
+        the phase of `OwnerUpdate.run`; elementwise rules orthogonalize nothing.
         """
         self.collect()
         copy_torch(self.stepped, self.current)
-        # AdamW reads lr and betas from the live groups
+        # Rules read lr and betas from the live groups
         for arguments in self.by_group:
             elementwise.step_skipping_flagged(*arguments)
         copy_torch(*self.sent)
@@ -190,8 +191,10 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         copy_torch(*self.received)
 
 
-class OwnerStateAdamWUpdate(UnreducedAdamWUpdate):
-    """AdamW with shard_state: gradients are already reduced, so nothing is sent to owners."""
+class OwnerStateElementwiseUpdate(UnreducedElementwiseUpdate):
+    """An elementwise rule with shard_state: gradients are already reduced, so nothing is sent to
+    owners.
+    """
 
     def _bind_gradients(self, stored: list[Piece], owned: list[Piece]) -> list[torch.Tensor]:
         """Bind `fill`: copy the gradients of own chunks to "kept"."""
@@ -245,9 +248,9 @@ class StatePlace:
         return BUCKET_UPDATES[route]
 
     @property
-    def adamw_update(self) -> type[BucketUpdate]:
+    def elementwise_update(self) -> type[BucketUpdate]:
         """The class of updates of AdamW where parameters are stored."""
-        return AdamWUpdate
+        return ElementwiseUpdate
 
     def hook(self, stores: Sequence[Store]) -> StepHook | None:
         """Return the first hook of a bound step."""
@@ -277,6 +280,6 @@ BUCKET_UPDATES = {
     "exchange": ShardedUpdate,
     "own": ShardedUpdate,
     "reduce": UnreducedUpdate,
-    "reduce_elementwise": UnreducedAdamWUpdate,
-    "own_elementwise": OwnerStateAdamWUpdate,
+    "reduce_elementwise": UnreducedElementwiseUpdate,
+    "own_elementwise": OwnerStateElementwiseUpdate,
 }
