@@ -105,9 +105,6 @@ class MuonConfig:
         ):
             if type(getattr(self, key)) is not bool:
                 raise self._refused(key, "True or False")
-        kept = self.offload_state
-        if type(kept) is not bool and (type(kept) is not int or kept < 1):
-            raise self._refused("offload_state", "True, False or a whole number of bytes >= 1")
         if self.unscale_in_step is not None and type(self.unscale_in_step) is not bool:
             raise self._refused("unscale_in_step", "True, False or None")
         # Combinations. Each message starts with the argument to change.
@@ -137,11 +134,7 @@ class MuonConfig:
                 f"process_group={shortened(repr(self.process_group))} is no process group of which "
                 "this rank is a member: only its members may build the optimizer with it"
             )
-        if self.offload_state and self.capturable:
-            raise ValueError(
-                "offload_state is not allowed with capturable=True, which makes the whole step one "
-                "CUDA graph: state is copied by streams outside of it. Leave one of them out"
-            )
+        self._check_offload()
         self._check_overlap()
 
     def _refused(self, key: str, allowed: str) -> ValueError:
@@ -149,6 +142,17 @@ class MuonConfig:
         value = getattr(self, key)
         text = str(value) if key.endswith("_dtype") else repr(value)
         return ValueError(f"{key}={shortened(text)} is not allowed: it must be {allowed}")
+
+    def _check_offload(self) -> None:
+        """Raise ValueError for a value of offload_state, or an argument that it excludes."""
+        kept = self.offload_state
+        if type(kept) is not bool and (type(kept) is not int or kept < 1):
+            raise self._refused("offload_state", "True, False or a whole number of bytes >= 1")
+        if kept and self.capturable:
+            raise ValueError(
+                "offload_state is not allowed with capturable=True, which makes the whole step one "
+                "CUDA graph: state is copied by streams outside of it. Leave one of them out"
+            )
 
     def _check_overlap(self) -> None:
         """Raise ValueError for an argument that overlap_backward or overlap_forward excludes."""
