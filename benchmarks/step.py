@@ -52,6 +52,7 @@ MESHES = {  # mode -> (mesh shape for W ranks, placements as letters)
     "ep": lambda W: ((W,), "0"),
     **dict.fromkeys(("ddp", "ddp_sharded", "reduce", "allreduce", "single"), lambda W: None),
 }
+IN_8_BITS = ("muon_int8", "normuon_int8")  # with 8-bit momentum
 RULES = ("normuon_columns", "normuon_aspect", "adamuon", "muon_plus", "hyperball", "scion", "dion2",
          "dion3")  # by name, of matrices
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
@@ -97,7 +98,7 @@ def arguments():
     parser.add_argument("--models", nargs="+", default=["gpt2_124m"], choices=MODELS, help="which models' matrices")
     parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=MESHES, help="how the parameters are laid out")
     parser.add_argument("--optimizers", nargs="+", default=["muon"],
-                        choices=["muon", "normuon", *RULES])
+                        choices=["muon", "normuon", *IN_8_BITS, *RULES])
     parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph", "replay"],
                         help="graph: step() with capturable=True; replay: of a CUDA graph of one's own that holds a "
                         "step, which is how peers are timed under a graph")
@@ -155,7 +156,8 @@ class Measurement:
         self.shapes = shapes_of(model, layers)
         self.params = parameters(self.shapes, mode, ranks, device)
         self.opt = self.make()
-        self.state = create_state(self.opt, self.params, mode)
+        in_8_bits = optimizer in IN_8_BITS
+        self.state = self.opt.init_state() if in_8_bits else create_state(self.opt, self.params, mode)
         self.flat = flatten([p.grad for p in self.params]) if mode == "allreduce" else []
         if self.flat:
             give_back(self.params, self.flat)
@@ -167,8 +169,10 @@ class Measurement:
         replicated = MESHES[self.mode](self.ranks) is None and self.mode != "single"
         shared = {"process_group": dist.group.WORLD} if replicated else {}
         room = self.options.workspace_mib
-        kind = package.NorMuon if self.optimizer == "normuon" else package.Muon
+        kind = package.NorMuon if self.optimizer in ("normuon", "normuon_int8") else package.Muon
         rule = {"rule": self.optimizer} if self.optimizer in RULES else {}
+        if self.optimizer in IN_8_BITS:
+            rule = {"state_dtype": torch.int8}
         return kind(
             self.params, **rule, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=self.mode != "reduce",
             shard_state=self.mode == "ddp_sharded", capturable=self.run == "graph",

@@ -209,7 +209,7 @@ def others(arch: str, shared: int):
 
     For sm90 each pair of flags of momentum, copies and weight update; elsewhere each form of them once or twice.
     """
-    pack, update, norm, aol, check = (
+    pack, update, norm, aol, check, quantized = (
         part(f"{name}")
         for name in (
             "kernels.elementwise.momentum",
@@ -217,6 +217,7 @@ def others(arch: str, shared: int):
             "kernels.elementwise.scaling",
             "kernels.elementwise.aol",
             "kernels.elementwise.nonfinite_check",
+            "kernels.quantized.momentum",
         )
     )
     table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ACCESS=2, **TYPES)
@@ -231,6 +232,13 @@ def others(arch: str, shared: int):
             if arch == "sm90" or form.get("SUMS", not skips) == skips or not skips:
                 yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True, SIGNS=skips) | {
                     "SUMS": False, "CORRECTED": False, "FEEDBACK": False} | form)
+        in_8_bits = dict(fresh, NESTEROV=True, LENGTH=64, ACCESS=int(not skips), TYPE_0=triton.language.int8,
+                         TYPE_1=triton.language.float32)
+        # With U: all flags on, and all off. M alone is written without them
+        for form in ({"SUMS": not skips, "CORRECTED": skips, "SIGNS": skips, "TO_U": True},
+                     {"SUMS": skips, "CORRECTED": False, "SIGNS": False, "TO_U": False}):
+            if arch == "sm90" or form["TO_U"] == skips:
+                yield compile_for(arch, quantized._momentum_kernel, dict(in_8_bits, **form))
         if arch == "sm90" or skips:
             yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         for access in (0, 1):

@@ -23,6 +23,10 @@ UNEVEN = {"dense.up": (33, 7), "dense.down": (10, 12), "dense.square": (16, 16),
           "experts.w1": (8, 6, 10), "experts.w2": (8, 10, 6), "rest.embed": (50, 6), "rest.norm": (7,)}
 EVEN = {"dense.up": (32, 8), "dense.down": (16, 24), "dense.odd": (20, 6), "experts.w1": (8, 6, 10),
         "rest.embed": (48, 6), "rest.norm": (7,)}
+# Columns in parts of 64 on 4 ranks: blocks of 8-bit momentum
+WIDE = {"dense.up": (33, 256), "dense.down": (10, 512), "experts.w1": (8, 6, 256), "experts.w2": (8, 10, 256),
+        "rest.embed": (50, 6), "rest.norm": (7,)}
+SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE}  # by `even`
 BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm")  # the others are fp32
 STEPS = 3
 
@@ -76,7 +80,8 @@ def build(model, name, layout="one process", **more):
     matrices = [p for n, p in model.named_parameters() if not n.startswith("rest")]
     groups = [{"params": matrices[:2], "lr": 0.02, "momentum": 0.9}, {"params": matrices[2:], "lr": 0.05},
               {"params": rest, "use_muon": False, "lr": 0.01}]
-    return getattr(package(), name)(groups, **plain, **more)
+    name, _, bits = name.partition(" in ")
+    return getattr(package(), name)(groups, **plain, **more, **{"state_dtype": torch.int8} if bits else {})
 
 
 def initial(shapes):
@@ -133,7 +138,7 @@ def is_part(tensor, full):
 
 def whole_run(rank, world, name, even, device):
     """The content of a run on one process after the steps of each stage."""
-    shapes, contents = EVEN if even else UNEVEN, []
+    shapes, contents = SHAPES[even], []
     model, keep = model_of(shapes, "one process", 1, device)
     fill(model, keep, initial(shapes))
     optimizer = build(model, name)
@@ -211,7 +216,7 @@ def stages(rank, world, name, even, kinds, numbered, folder, device, capturable)
 
     `numbered`: (number, layout, content of the uninterrupted run) of each.
     """
-    differences, shapes = [], EVEN if even else UNEVEN
+    differences, shapes = [], SHAPES[even]
     for number, layout, expected in numbered:
         model, cut = model_of(shapes, layout, world, device)
         optimizer = build(model, name, layout, capturable=capturable)
@@ -256,6 +261,11 @@ def test_a_run_goes_on_with_its_bits_on_another_layout(chain, tmp_path):
     """28 pairs of layouts, with parameters in fp32 and bf16, flattened and not in turn."""
     layouts, name = CHAINS[chain]
     run_chain(layouts, name, ["nested", "flat"], tmp_path, even=chain == "strided")
+
+
+def test_and_with_8_bit_momentum(tmp_path):
+    chain = [("unreduced", 4), ("fsdp columns", 4), ("tp x fsdp", 4)]
+    run_chain(chain, "NorMuon in 8 bits", ["nested", "flat"], tmp_path, even="wide")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "consolidated safetensors"])

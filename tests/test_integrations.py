@@ -90,6 +90,9 @@ def test_a_config_builds_what_the_arguments_build():
     assert type(optimizer) is type(plain)
     assert all(map(torch.equal, bits(optimizer), bits(plain)))
     assert [set(group) for group in optimizer.param_groups] == [set(group) for group in plain.param_groups]
+    eight = built(lr=0.02, state_dtype="int8")
+    eight.init_state()
+    assert torch.int8 in {state[key].dtype for state in eight.state.values() for key in state}
 
 
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="the documents are not here")

@@ -18,10 +18,12 @@ OTHERS = [(20, 8), (7,)]
 WAYS = {
     "fsdp": ("fsdp", {}),
     "fsdp in bf16": ("fsdp", {"state_dtype": torch.bfloat16, "workspace_bytes": 40_000}),
+    "fsdp in 8 bits": ("fsdp", {"state_dtype": torch.int8}),
     "fsdp, overlap": ("fsdp", {"overlap_backward": True}),
     "ddp": ("ddp", {}),
     "ddp, state at owners": ("ddp", {"shard_state": True, "workspace_bytes": 40_000}),
     "ddp, unreduced": ("ddp", {"grads_are_reduced": False}),
+    "ddp, unreduced in 8 bits": ("ddp", {"grads_are_reduced": False, "state_dtype": torch.int8}),
 }
 
 
@@ -195,6 +197,10 @@ def test_a_model_on_meta_is_planned_for_gpus_that_do_not_exist(optimizer):
     narrow = optimizer.Muon.memory_forecast(groups, ranks=16, state_dtype=torch.bfloat16)
     assert narrow.bytes_of("state") == 2 * numel[0] // 16 + 4 * numel[1] // 16 + steps
     assert narrow.bytes_of("temporary") == 8 << 24  # AdamW steps copies of its averages
+    eight = optimizer.Muon.memory_forecast(groups, ranks=16, state_dtype=torch.int8)
+    assert eight.bytes_of("state") == numel[0] // 16 + 4 * numel[0] // 64 // 16 + 8 * numel[1] // 16 + steps
+    rows = {(r.what, r.dtype): r.nbytes for r in eight.rows if r.kind == "state" and r.group == 0}
+    assert rows == {("momentum_buffer", "int8"): numel[0] // 16, ("momentum_scale", "float32"): numel[0] // 256}
 
 
 def test_reports_are_numbers_and_a_table(optimizer):

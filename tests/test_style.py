@@ -27,9 +27,9 @@ FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 700, 60, 120, 3
 
 # A module imports from its own folder and from folders above its own in this list; no two modules import each other.
 # The modules of LEAVES import each other only, so every module may import them.
-FOLDERS = ["kernels.backend", "kernels.launch", "kernels.elementwise", "kernels.matmul", "kernels.onchip",
-           "newton_schulz", "rules", "rules.elements", "rules.named", "params.model", "params.checks", "params",
-           "pipeline", "planning", "communication", "state", "qk_clip",
+FOLDERS = ["kernels.backend", "kernels.launch", "kernels.elementwise", "kernels.quantized", "kernels.matmul",
+           "kernels.onchip", "newton_schulz", "rules", "rules.elements", "rules.named", "params.model", "params.checks",
+           "params", "pipeline", "planning", "communication", "state", "qk_clip",
            "execution", "execution.offload", "execution.overlap", "report", "memory_report",
            "state_dict_methods", "muon", "integrations", "__init__"]
 FILES_IN_A_FOLDER = 8

@@ -205,13 +205,15 @@ def rows(device, size) -> None:
 
 def rectangles(device, size) -> None:
     """Momentum, copies and updates: rectangles without gaps and others."""
-    pack, table, update, check = (
+    pack, table, update, check, quantized, blocks = (
         part(f"{name}")
         for name in (
             "kernels.elementwise.momentum",
             "kernels.elementwise.multi_tensor",
             "kernels.elementwise.weight_update",
             "kernels.elementwise.nonfinite_check",
+            "kernels.quantized.momentum",
+            "kernels.quantized.blocks",
         )
     )
     n, m = size["sides"]
@@ -221,6 +223,8 @@ def rectangles(device, size) -> None:
         addresses = torch.tensor([G.data_ptr()], dtype=torch.int64, device=device)
         numbers = torch.tensor([0.1, 0.99], device=device)
         pack.Pack([M], [U], sources, [G])([G], addresses, numbers[:1], True)
+        in_8_bits = quantized.QuantizedView(*blocks.quantize(M.contiguous()))
+        quantized.QuantizedMomentum([in_8_bits], [U], sources, [G])([G], addresses, numbers[:1], True)
         pack.Copy.of_gradients([U], sources, [G])([G], addresses)
         pack.Copy([W], [M])()
         update.WeightUpdate([W], [U], [0.5])(numbers)

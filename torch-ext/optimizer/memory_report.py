@@ -24,6 +24,8 @@ from .execution.offload.scheduler import SLOTS
 from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
 from .execution.workspace import buffer_name
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
+from .kernels.quantized.blocks import BLOCK as BLOCK_8BIT
+from .kernels.quantized.blocks import is_quantized
 from .newton_schulz.coefficients import steps_of
 from .params.config import AssumedRanks, MuonConfig
 from .params.dtensor import gradient_dtype, is_dtensor, local_of
@@ -35,7 +37,14 @@ from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
 from .report import as_bytes
 from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, temporaries_of
-from .rules.rule import STATES, is_offloaded, state_device_and_dtype, state_keys, state_shape
+from .rules.rule import (
+    STATES,
+    group_state_dtype,
+    is_offloaded,
+    state_device_and_dtype,
+    state_keys,
+    state_shape,
+)
 
 OPTIMIZER_KINDS = ("state", "workspace", "tables", "graphs", "temporary")
 KINDS = ("weights", "gradients", *OPTIMIZER_KINDS)
@@ -320,7 +329,7 @@ def _bytes_at(
             dtypes = {"weights": param.dtype, "gradients": gradient_dtype(param)}
             for kind, dtype in dtypes.items():
                 found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
-            for key in state_keys(plan.group_at(i)):
+            for key in state_keys(plan.group_at(i), options.state_dtype):
                 found.update(_state_at(rank, plan, i, key, number, options, kept))
         if not plan.group["use_muon"]:
             # Plans, and the buckets of a plan, are stepped in turn
@@ -331,7 +340,8 @@ def _bytes_at(
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes
-    found[_key("tables", "addresses and shapes", None, None)] += _table_bytes(plans)
+    tables = _table_bytes(plans, is_quantized(options.state_dtype))
+    found[_key("tables", "addresses and shapes", None, None)] += tables
     return +found
 
 
@@ -361,7 +371,8 @@ def _state_at(
     `create.create_state` makes it. `kept`: of offload_state, None without.
     """
     param = plan.params[i]
-    device, dtype = state_device_and_dtype(key, param, options.state_dtype)
+    dtype = group_state_dtype(plan.group_at(i), options.state_dtype)
+    device, dtype = state_device_and_dtype(key, param, dtype)
     layout = plan.layouts[i]
     if rank not in layout.boxes:
         return {}
@@ -374,6 +385,10 @@ def _state_at(
         if plan.state_rows is not None:
             rows = plan.state_rows[i][ranks_of_group(plan.process_group).index(rank)]
             numel = rows * math.prod(state_shape(param, key, plan.split(i))[1:])
+        elif STATES[key].per == "block":
+            # Shards begin at whole blocks, see `params.validation.check_blocks`
+            stored = [stop - start for start, stop in layout.boxes[rank]]
+            numel = math.prod(plan.split(i).block_shape(stored, BLOCK_8BIT))
         elif STATES[key].per != "element":
             numel = _numel_at(rank, plan.state_layouts[key][i])
         else:
@@ -406,7 +421,8 @@ def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonC
     for i, numel in members:
         group, param = plan.group_at(i), plan.params[i]
         rule = elementwise_of(group)
-        state = state_device_and_dtype(rule.averages[0], param, options.state_dtype)[1]
+        state = group_state_dtype(group, options.state_dtype)
+        state = state_device_and_dtype(rule.averages[0], param, state)[1]
         wide = torch.promote_types(param.dtype, state)
         wide = torch.promote_types(wide, torch.float32) if rule.in_fp32 else wide
         dtypes = (param.dtype, gradient_dtype(param), *[state] * len(rule.averages))
@@ -417,21 +433,24 @@ def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonC
     return max(min(together[key], MAX_COPIED_ELEMENTS * largest[key]) for key in (False, True))
 
 
-def _table_bytes(plans: Sequence[Plan]) -> int:
+def _table_bytes(plans: Sequence[Plan], is_8bit: bool) -> int:
     """Return about how many bytes the tables of launches on a GPU take, and the inputs of a step.
+    `is_8bit`: the momentum is in 8 bits.
 
     Each launch over pieces has a record of 12 to 20 int64 for a piece, and two int64 for a block of
-    BLOCK elements. Stored pieces are in two launches (pack, weight update), owned pieces of
-    matrices that are copied into stacks in two more, direct matrices have two addresses per row.
+    BLOCK elements. Stored pieces are in two launches (pack, weight update), and in a third that
+    writes 8-bit momentum. Owned pieces of matrices that are copied into stacks are in two more,
+    direct matrices have two addresses per row.
     """
     nbytes = 0
     for plan in plans:
+        launches = 3 if is_8bit and plan.group["use_muon"] else 2
         nbytes += 8 * len(plan.params) + 4 * NUMBERS * len(plan.groups)
         for bucket, rank_plan in plan.rank_plans or ():
             direct = rank_plan.direct
             copied = [p for p in rank_plan.owned if p.matrix not in direct]
             copied = copied if bucket.route != "local" else []
-            for p in itertools.chain(2 * rank_plan.stored, 2 * copied):
+            for p in itertools.chain(launches * rank_plan.stored, 2 * copied):
                 nbytes += 8 * 16 + 16 * -(-p.numel // BLOCK)
             nbytes += sum(2 * 8 * m.rows for m in direct)
     return nbytes

@@ -112,7 +112,9 @@ class Muon(StateDictMethods):
     grads_are_reduced (True): False: gradients of plain parameters are not averaged over
         process_group. The optimizer averages (matrices in fp32, after rounding to wire_dtype), and
         owners alone keep the state.
-    state_dtype (torch.float32): of momentum_buffer, exp_avg and exp_avg_sq; or bf16.
+    state_dtype (torch.float32): of momentum_buffer, exp_avg and exp_avg_sq; or bf16. torch.int8:
+        momentum in 8 bits, with an fp32 scale for each 64 columns as state `momentum_scale`;
+        groups with use_muon=False stay fp32.
     wire_dtype (torch.bfloat16): of updates in all-to-alls, and of rounding on every layout, hence
         equal bits on all layouts; or fp32.
     ns_dtype (None): of Newton-Schulz products: fp16, bf16 or fp32. None: fp16, on CPUs fp32.

@@ -34,6 +34,8 @@ from ..kernels.elementwise.momentum import Copy, MomentumForm, Pack
 from ..kernels.elementwise.multi_tensor import NUMBERS, Source
 from ..kernels.elementwise.row_scattered import ScatteredMatrices, stays
 from ..kernels.elementwise.weight_update import TO_INITIAL, StochasticRounding, WeightUpdate
+from ..kernels.quantized.blocks import is_quantized
+from ..kernels.quantized.momentum import QuantizedView
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..pipeline import BucketUpdate, Running
@@ -113,7 +115,8 @@ class BoundUpdate(BucketUpdate):
         if inputs.group["use_muon"]:
             self.rule = rule_of(inputs.group)
             self.selection = selection_of(inputs.group)  # None: matrices are orthogonalized whole
-            self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
+            is_8bit = is_quantized(inputs.options.state_dtype)
+            self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars, is_8bit)
             self.reads_gradients = reads_gradients(self.rule)
             self.weight_dtype = weight_dtype(self.rule, inputs.options.wire_dtype)
             self.adjust_lr_fn = self.rule.adjust_lr_fn or inputs.group["adjust_lr_fn"]
@@ -187,11 +190,16 @@ class BoundUpdate(BucketUpdate):
         """
         if not self._has_momentum(pieces, means):
             return ()
-        momentum = self.store.states(pieces, momentum_key(self.group))
+        momentum = self._momenta(pieces)
         if means is None:
             return momentum, self.store.sources(pieces), self.store.gradients
         sources, mean = means
         return momentum, [sources[p] for p in pieces], [mean]
+
+    def _momenta(self, pieces: Sequence[Piece]) -> list[torch.Tensor] | list[QuantizedView]:
+        """Views of M of `pieces`."""
+        key = momentum_key(self.group)
+        return self.store.momenta(pieces, key, self.options.state_dtype)
 
     def _bind_pack(self, pieces: Sequence[Piece], to: Views, means: Means | None = None) -> AnyPack:
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`. `means`:

@@ -16,6 +16,8 @@ import torch
 
 from ..communication.redistribute import to_parameter_placements
 from ..kernels.elementwise.multi_tensor import Positions, Skip, Source
+from ..kernels.quantized.blocks import BLOCK, block_count, is_quantized
+from ..kernels.quantized.momentum import QuantizedView
 from ..params import errors
 from ..params.dtensor import (
     gradient_dtype,
@@ -29,7 +31,8 @@ from ..params.param_groups import clean_name
 from ..params.validation import check_gradients, gradient_of
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
-from ..rules.rule import host_constants
+from ..rules.rule import SCALE_KEY, host_constants
+from ..state.create import check_bits
 from .fingerprint import GradientForm, copy_in_form, form_of_gradient, missing_from
 
 
@@ -247,6 +250,40 @@ class Store:
         # 27 bits above the 32 low bits of a number
         return [0 if n is None else (zlib.crc32(n.encode()) >> 5) << 32 for n in names]
 
+    def momenta(
+        self, pieces: Sequence[Piece], key: str, dtype: torch.dtype
+    ) -> list[torch.Tensor] | list[QuantizedView]:
+        """Views of momentum `key` of each piece of a matrix. `dtype`: the option `state_dtype`.
+        Raises RuntimeError for momentum that a step would misread.
+        """
+        found = self.states(pieces, key)
+        for piece, tensor in zip(pieces, found):
+            check_bits(key, self.names[piece.matrix.param], tensor.dtype, dtype)
+        return self._quantized(pieces, found) if is_quantized(dtype) else found
+
+    def _quantized(
+        self, pieces: Sequence[Piece], numbers: Sequence[torch.Tensor]
+    ) -> list[QuantizedView]:
+        """Views of 8-bit momentum: views of the `numbers` of each piece, with the scales of its
+        blocks.
+        """
+        found = []
+        for piece, values in zip(pieces, numbers):
+            number = piece.matrix.param
+            split = self.splits[number]
+            scales = split.matrices(local_of(self.state[self.params[number]][SCALE_KEY]))
+            if split.transposed:
+                values, scales = values.mT, scales.mT
+            layout = self.layouts["matrix"][number]
+            scales = scales[self._leading(piece)]
+            rows, columns = layout.place_of(self.rank, piece.start, piece.shape)
+            if split.transposed:
+                rows, columns = columns, rows
+            # Shards and units begin at multiples of BLOCK columns, see `check_blocks`
+            blocks = slice(columns.start // BLOCK, block_count(columns.stop))
+            found.append(QuantizedView(values, scales[rows, blocks], split.transposed))
+        return found
+
     def skip(self, pieces: Sequence[Piece]) -> Skip | None:
         """Pieces left unchanged by launches if the flag of the matrix is set at run time (see
         nonfinite.py). None: gradients are not checked.
@@ -314,11 +351,14 @@ class Store:
         if piece.kind == "chunk":
             return torch.atleast_1d(local)[slice(*piece.box[0])]
         layout = self.layouts[piece.kind][piece.matrix.param]
-        local = self.splits[piece.matrix.param].matrices(local)
-        box = layout.boxes[self.rank]
-        # Leading indices (experts) are global; the shard may begin at any of them
-        matrix = local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
+        matrix = self.splits[piece.matrix.param].matrices(local)[self._leading(piece)]
         return matrix[layout.place_of(self.rank, piece.start, self.stored_shape(piece))]
+
+    def _leading(self, piece: Piece) -> tuple[int, ...]:
+        """The leading indices (experts) of a piece's matrix in the local shard."""
+        box = self.layouts[piece.kind][piece.matrix.param].boxes[self.rank]
+        # Indices of a matrix are global; the shard may begin at any of them
+        return tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))
 
 
 def _zeros(param: torch.Tensor) -> torch.Tensor:

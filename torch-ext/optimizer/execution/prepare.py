@@ -239,7 +239,7 @@ def make_plans(
     planner.check_bucket_buffers()
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
     # remaining ranks wait in `check_plans`
-    create.check_state(plans, state)
+    create.check_state(plans, state, options.state_dtype)
     later = check_plans(plans, options, process_groups)
     create.prepare_state(plans, state, options)
     return plans, later
@@ -331,7 +331,7 @@ class Preparation:
         # In this order: parameters that the process steps alone must not affect shared plans
         for alone in (False, True):
             parts, key = select_params(groups, options, own, alone)
-            lost = create.is_state_missing(self._plans[alone], state)
+            lost = create.is_state_missing(self._plans[alone], state, options.state_dtype)
             if key != self._plan_keys[alone] or lost:
                 if hook is not None:
                     hook.before_state_moves(state)

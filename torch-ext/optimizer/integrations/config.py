@@ -34,6 +34,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "float16": torch.float16,
     "fp16": torch.float16,
+    "int8": torch.int8,
 }
 # Keys of an override that a Muon group has only if they are given
 OPTIONAL_KEYS = (

@@ -40,7 +40,8 @@ class MuonConfig:
     process_group: object = None
     grads_are_reduced: bool = True  # False: the optimizer averages gradients over process_group
     shard_state: bool = False  # True: only the owner of a plain parameter keeps its state
-    state_dtype: torch.dtype = torch.float32  # momentum_buffer, exp_avg, exp_avg_sq
+    # momentum_buffer, exp_avg, exp_avg_sq; int8: of momentum only
+    state_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.bfloat16  # updates in all-to-all buffers
     ns_dtype: torch.dtype | None = None  # matrix products; None: fp16, on CPUs fp32
     workspace_bytes: int | None = None  # limit on one rank; None: see `workspace_limit_bytes`
@@ -83,7 +84,7 @@ class MuonConfig:
         """
         wide = (torch.float32, torch.bfloat16)
         for key, allowed in (
-            ("state_dtype", wide),
+            ("state_dtype", (*wide, torch.int8)),
             ("wire_dtype", wide),
             ("ns_dtype", (None, *wide, torch.float16)),
         ):

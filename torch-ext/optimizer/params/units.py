@@ -191,6 +191,16 @@ class Split:
         size = size[::-1] if self.transposed else size
         return (*size, *shape[2:]) if self.view == "taps" else (*shape[:-2], *size)
 
+    def block_shape(self, shape: Sequence[int], length: int) -> tuple[int, ...]:
+        """The shape of state with one number for each block of `length` columns as stored, also
+        with `transposed`. Dims and their order are the parameter's.
+        """
+        shape = tuple(shape)
+        if self.view == "flatten":
+            return shape[0], -(-math.prod(shape[1:]) // length), *[1] * (len(shape) - 2)
+        dim = 1 if self.view == "taps" else len(shape) - 1
+        return *shape[:dim], -(-shape[dim] // length), *shape[dim + 1 :]
+
 
 WHOLE = Split()
 

@@ -12,6 +12,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..kernels.quantized.blocks import BLOCK, is_quantized
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.decay import DECOUPLED
@@ -33,7 +35,7 @@ from ..rules.muon import (
     STEPS_KEY,
     is_stochastic,
 )
-from ..rules.rule import RULES, has_radius, number_of, reads_gradients, rule_of
+from ..rules.rule import RULES, has_radius, number_of, overrides, reads_gradients, rule_of
 from .checks.group_values import (
     BELOW_ONE,
     COUNTS,
@@ -45,13 +47,15 @@ from .checks.group_values import (
     is_adamw,
     require,
 )
-from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
+from .dtensor import form_of, is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
-from .layout import check_local_shape, check_placements, check_state, check_unit_sharding
+from .layout import check_local_shape, check_placements, check_state, check_unit_sharding, layout_of
 from .own_process_groups import refuse_late_key
-from .units import check_splits, splits_of
+from .units import Split, check_splits, splits_of
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from .config import MuonConfig
 
 # Keys of Muon and AdamW groups; NorMuon adds "beta2", other rules their options
@@ -448,15 +452,61 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
             "gradients where they lay at the capture of a CUDA graph: leave capturable=True out "
             "(parts of the step are graphs without it), or compute in `before` and `after`"
         )
-    state = rule.state
+    is_8bit = is_quantized(options.state_dtype)
+    if is_8bit and overrides(rule, "update"):
+        raise NotImplementedError(
+            f"rule={group['rule']!r} overrides `update`, which computes momentum in torch, but "
+            "state_dtype=torch.int8 needs the package's kernels: use state_dtype=torch.bfloat16, "
+            "or compute in `before` and `after`"
+        )
+    if is_8bit and rule.selection(group) is not None:
+        raise NotImplementedError(
+            f"rule={group['rule']!r} keeps what it does not orthogonalize in the momentum, which "
+            "state_dtype=torch.int8 would round in every step: use state_dtype=torch.bfloat16 or "
+            "torch.float32, or another rule"
+        )
+    state, checked = rule.state, set()
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
         if param.requires_grad and param.ndim > 1:
             name = name_of(group, number)
             check_unit_sharding(param, name, split)
             for per in {s.per for s in state}:
                 check_state(param, name, per, split, options.owner_keeps_state)
+            # Looks at every rank: once for parameters that are alike
+            likeness = param.shape, split, form_of(param)[3]
+            if is_8bit and likeness not in checked:
+                check_blocks(param, name, split, options.process_group, BLOCK)
+                checked.add(likeness)
             if callable(group["adjust_lr_fn"]):
                 check_scale_function(group["adjust_lr_fn"], split.shapes(param.shape), name)
+
+
+def check_blocks(
+    param: torch.Tensor, name: str, split: Split, group: dist.ProcessGroup | None, length: int
+) -> None:
+    """Raise NotImplementedError, naming the parameter, if a unit or a shard of `param` begins or
+    ends within a block of `length` columns as stored, or if scales of blocks with the placements of
+    `param` would lie on other ranks than the blocks. `group`: as for `layout_of`.
+    """
+    stored, shape = Split(view=split.view), tuple(param.shape)
+    found = layout_of(param, group).as_matrices(stored)
+    scales = layout_of(param, group, stored.block_shape(shape, length)).as_matrices(stored)
+    units = replace(split, transposed=False).cut(shape)
+    sides = {side for block in units.columns for side in block.ranges}
+    for rank in found.ranks:
+        of_rank = [box[-1] for box in found.boxes_of(rank)]
+        sides.update(of_rank)
+        # Ranks without rows keep no scales
+        expected = [(a // length, -(-b // length)) for a, b in of_rank]
+        if expected != [box[-1] for box in scales.boxes_of(rank)]:
+            sides.add((1, 1))  # refused below
+    wrong = [a for side in sides for a in side if a % length and a != stored.shape(shape)[-1]]
+    if wrong:
+        raise NotImplementedError(
+            f"parameter {name} of shape {shape}: state_dtype=torch.int8 keeps a scale for each "
+            f"{length} columns, but a shard or a block of `split` begins within them. Shard rows, "
+            f"or columns at multiples of {length}, or use state_dtype=torch.bfloat16"
+        )
 
 
 def check_changed_groups(groups: Sequence[dict], options: Sequence[MuonConfig]) -> None:

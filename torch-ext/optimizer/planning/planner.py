@@ -28,7 +28,14 @@ from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.elementwise import elementwise_of
-from ..rules.rule import Rule, rule_of, selection_of, state_device_and_dtype, weight_dtype
+from ..rules.rule import (
+    Rule,
+    group_state_dtype,
+    rule_of,
+    selection_of,
+    state_device_and_dtype,
+    weight_dtype,
+)
 from .cost_model import CostModel, latency_bytes
 from .memory_model import ChunkPlanInputs, PlanInputs
 from .plan import (
@@ -319,7 +326,8 @@ class Planner:
         """Return the plan of AdamW parameters with state at owners, all of one dtype."""
         ranks, layouts = self._ranks(), self._layouts(params, [WHOLE] * len(params))
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
-        state_dtype = state_device_and_dtype("exp_avg", params[0], self.options.state_dtype)[1]
+        dtype = group_state_dtype(groups[0], self.options.state_dtype)
+        state_dtype = state_device_and_dtype("exp_avg", params[0], dtype)[1]
         inputs = ChunkPlanInputs(
             gradient_dtype(params[0]).itemsize,
             params[0].dtype.itemsize,

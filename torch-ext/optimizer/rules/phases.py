@@ -22,6 +22,7 @@ from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
+from ..kernels.quantized.momentum import QuantizedMomentum, UpdateWithMomentum
 from ..newton_schulz.selection import Block, Selection, choose, gather, scatter, starts_of
 from .rule import Numbers, Rule, Units, overrides, rule_name, sends_signs, writes_weights
 
@@ -35,11 +36,18 @@ Write = Callable[[torch.Tensor, torch.Tensor, float, Mapping[str, torch.Tensor],
 class Phases:
     """A rule, with the numbers of the live groups that are stepped together."""
 
-    def __init__(self, rule: Rule, groups: Sequence[Mapping[str, Any]], scalars: torch.Tensor):
+    def __init__(
+        self,
+        rule: Rule,
+        groups: Sequence[Mapping[str, Any]],
+        scalars: torch.Tensor,
+        is_8bit: bool = False,
+    ) -> None:
         """`groups`: live groups, of equal options. `scalars`: `device_scalars` of all groups, fp32
-        on the device, NUMBERS elements each.
+        on the device, NUMBERS elements each. `is_8bit`: momenta are `QuantizedView`s.
         """
         self.rule = rule
+        self.is_8bit = is_8bit
         self.group = groups[0]
         self.scalars = scalars
         # By index of the group; views of `scalars`
@@ -48,8 +56,10 @@ class Phases:
         self.has_after = overrides(rule, "after")
         self.has_update = overrides(rule, "update")
 
-    def pack(self, *arguments: Any) -> Pack | PackByRule:
+    def pack(self, *arguments: Any) -> Pack | PackByRule | QuantizedMomentum:
         """Bind phase 1; arguments of `Pack`."""
+        if self.is_8bit:
+            return QuantizedMomentum(*arguments, signs=sends_signs(self.group))
         if not self.has_update:
             return Pack(*arguments, signs=sends_signs(self.group))
         return PackByRule(self._update, *arguments)
@@ -61,6 +71,20 @@ class Phases:
         `forms`: further arguments of `WeightUpdate`, the forms of decay, momentum and rounding;
         rules that write weights have one form.
         """
+        W, O, scales, skip, M, sources, gradients, groups = arguments
+        if not self.is_8bit or M is None:
+            return self._weight_update(sent, *arguments, **forms)
+        # Refuses "feedback", with which M depends on O
+        momentum = QuantizedMomentum(
+            M, None, sources, gradients, skip, groups, forms["momentum_form"]
+        )
+        update = self._weight_update(sent, W, O, scales, skip, None, (), (), groups, **forms)
+        return UpdateWithMomentum(update, momentum)
+
+    def _weight_update(
+        self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **forms: Any
+    ) -> WeightUpdate | WeightUpdateByRule:
+        """Bind phase 3 without 8-bit momenta; arguments of `weight_update`."""
         rule = self.rule
         # Validation has refused these forms, but a group may have changed in between
         has_form = forms.get("momentum_form") == "sum" or forms.get("decay", ALL) != ALL
@@ -459,5 +483,5 @@ class SaveSelected:
         copy_torch(self.stored, new, self.skip)
 
 
-AnyPack = Pack | PackByRule | PackSelected
-AnyWeightUpdate = WeightUpdate | WeightUpdateByRule | WeightUpdateSelected
+AnyPack = Pack | PackByRule | QuantizedMomentum | PackSelected
+AnyWeightUpdate = WeightUpdate | WeightUpdateByRule | UpdateWithMomentum | WeightUpdateSelected

@@ -20,6 +20,7 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 |-------------------|------------------------|--------------|-------------|------------------------|
 | `momentum_buffer` | of matrices; sign      | element      | (..., R, C) | `state_dtype`, or fp64 |
 | `momentum_sum`    | of matrices            | element      | (..., R, C) | `state_dtype`          |
+| `momentum_scale`  | of matrices            | block        | see below   | fp32                   |
 | `second_moment`   | NorMuon                | row          | (..., R, 1) | fp32                   |
 | keys of a `Rule`  | its own                | see `State`  | see `State` | see `State`            |
 | `exp_avg`         | adamw, lion            | element      | (..., R, C) | `state_dtype`, or fp64 |
@@ -28,11 +29,11 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 | `initial_weight`  | all                    | element      | (..., R, C) | of the weight          |
 
 `momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`, and in sgd. Only
-groups with `decay="initial"` keep `initial_weight`. `state_dtype` is fp32 or bf16; state of fp64
-parameters is fp64. State is sharded like the parameter; state per parameter is equal on every rank.
-Rules of
-groups with use_muon=False step weight and state in a single elementwise phase (elementwise.py), and
-are no `Rule`.
+groups with `decay="initial"` keep `initial_weight`. `state_dtype` is fp32, bf16 or int8; state of
+fp64 parameters is fp64. With int8 alone there is `momentum_scale`, of shape (..., R, ceil(C / 64)),
+see kernels/quantized/blocks.py, and groups with use_muon=False keep fp32. State is sharded like the
+parameter; state per parameter is equal on every rank. Rules of groups with use_muon=False step
+weight and state in a single elementwise phase (elementwise.py), and are no `Rule`.
 
 A rule reads two kinds of numbers. `host_constants` are arguments of launches; a CUDA graph keeps
 the values of its capture, so a change means a new capture. `device_scalars` are uploaded before a
@@ -53,6 +54,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..kernels.elementwise.weight_update import ALL
+from ..kernels.quantized.blocks import BLOCK, is_quantized
 from ..newton_schulz import coefficients
 from ..newton_schulz.selection import Selection
 from ..params.units import WHOLE, Split
@@ -61,6 +63,7 @@ from .elementwise import elementwise_of, step_size
 from .muon import MOMENTUM_FORMS, SUM_KEY, is_stochastic, is_sum, nesterov_weight
 
 PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
+SCALE_KEY = "momentum_scale"  # state of 8-bit momentum, beside the numbers: a scale for each block
 
 
 @dataclass(frozen=True)
@@ -277,10 +280,11 @@ STATES: dict[str, State] = {
     "exp_avg_sq": State("exp_avg_sq"),
     INITIAL_KEY: State(INITIAL_KEY),
     SUM_KEY: State(SUM_KEY),
+    SCALE_KEY: State(SCALE_KEY, "block"),
 }
 # Keys of Muon, NorMuon and elementwise rules, which a state may have from an earlier use of its
 # parameter
-BASE_KEYS = frozenset(("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq"))
+BASE_KEYS = frozenset(("momentum_buffer", SCALE_KEY, "second_moment", "exp_avg", "exp_avg_sq"))
 # Kinds of pieces in planning/rank_plan.py, and keys of AdamW and of checkpoints
 RESERVED_KEYS = ("matrix", "weight", "chunk", "step", "param", "params")
 
@@ -519,14 +523,24 @@ def momentum_key(group: Mapping[str, Any]) -> str:
     return SUM_KEY if is_sum(group) else "momentum_buffer"
 
 
-def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of the state that a parameter of a group has."""
+def state_keys(group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> tuple[str, ...]:
+    """Return the keys of the state that a parameter of a group has. `dtype`: the option
+    `state_dtype`.
+    """
     if not group["use_muon"]:
         rule = elementwise_of(group)
         keys = ("step", *rule.averages) if rule.counts else rule.averages
     else:
-        keys = (momentum_key(group), *(state.key for state in rule_of(group).state))
+        scale = (SCALE_KEY,) if is_quantized(dtype) else ()
+        keys = (momentum_key(group), *scale, *(state.key for state in rule_of(group).state))
     return (*keys, INITIAL_KEY) if group.get("decay") == "initial" else keys
+
+
+def group_state_dtype(group: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of momentum and averages of a group. `dtype`: the option `state_dtype`, of
+    which 8 bits hold for the momentum of matrices only.
+    """
+    return torch.float32 if is_quantized(dtype) and not group["use_muon"] else dtype
 
 
 def is_offloaded(key: str) -> bool:
@@ -537,7 +551,7 @@ def is_offloaded(key: str) -> bool:
 def state_device_and_dtype(
     key: str, param: torch.Tensor, dtype: torch.dtype, offloads: bool = False
 ) -> tuple[torch.device, torch.dtype]:
-    """Return (device, dtype) of a parameter's state; `dtype`: the option `state_dtype`. `offloads`:
+    """Return (device, dtype) of a parameter's state; `dtype`: of `group_state_dtype`. `offloads`:
     whether the option `offload_state` is on.
 
     `step` lies on the GPU of a parameter there, since torch's fused AdamW reads it on the device;
@@ -563,4 +577,6 @@ def state_shape(param: torch.Tensor, key: str, split: Split = WHOLE) -> tuple[in
     if key == "step":
         return ()
     per = STATES[key].per
+    if per == "block":
+        return split.block_shape(param.shape, BLOCK)
     return tuple(param.shape) if per == "element" else split.state_shape(param.shape, per)

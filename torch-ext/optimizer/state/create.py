@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..communication.owner_state import move_to_owners
 from ..communication.redistribute import place_like
 from ..kernels.backend import capturing
+from ..kernels.quantized.blocks import is_quantized
 from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, local_of, zeros_of
@@ -28,7 +29,9 @@ from ..planning.planner import Plan
 from ..rules.decay import INITIAL_KEY
 from ..rules.muon import SUM_KEY
 from ..rules.rule import (
+    SCALE_KEY,
     STATES,
+    group_state_dtype,
     row_sharded_keys,
     sharded_keys,
     state_device_and_dtype,
@@ -108,8 +111,8 @@ def complete_state(groups: list[dict], state: dict, options: Sequence[MuonConfig
                 _shard_plain_state(held, param, split)
             # Owners are chosen in the first step, and `move_to_owners` brings rows to the owners
             rows = _rows_at_rank(param, own) if own.owner_keeps_state else None
-            keys, offloads = state_keys(group), bool(own.offload_state)
-            create_state(held, param, keys, own.state_dtype, split, rows, offloads)
+            dtype, offloads = group_state_dtype(group, own.state_dtype), bool(own.offload_state)
+            create_state(held, param, state_keys(group, dtype), dtype, split, rows, offloads)
 
 
 def _shard_plain_state(state: dict, param: torch.Tensor, split: Split) -> None:
@@ -138,25 +141,33 @@ def creates_state_only(groups: list[dict], state: dict) -> bool:
     return not capturing(device_of(groups)) and all(float(group["lr"]) == 0 for group in groups)
 
 
-def is_state_missing(plans: Sequence[Plan], state: dict) -> bool:
-    """Return whether the user removed state after creation, as by `state.clear()` to start anew."""
+def is_state_missing(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> bool:
+    """Return whether the user removed state after creation, as by `state.clear()` to start anew.
+    `dtype`: the option `state_dtype`.
+    """
     # Each key: whoever resets state may delete single entries
     return any(
         key not in state.get(p, ())
         for plan in plans
         for p in plan.params
-        for key in state_keys(plan.group)
+        for key in state_keys(plan.group, dtype)
     )
 
 
-def check_state(plans: Sequence[Plan], state: dict) -> None:
-    """Raise RuntimeError if state does not have its parameter's shape. Called before ranks compare
-    plans: other ranks wait in the comparison until the rank has repaired its state and steps again.
+def check_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
+    """Raise RuntimeError if state does not have its parameter's shape, or if momentum is in 8 bits
+    or not unlike `dtype`, the option `state_dtype`. Called before ranks compare plans: other ranks
+    wait in the comparison until the rank has repaired its state and steps again.
     """
     for plan in plans:
         for number, p in enumerate(plan.params):
             by_rows = plan.state_rows is not None
-            _check_shapes(state.get(p, {}), p, plan.names[number], plan.split(number), by_rows)
+            held = state.get(p, {})
+            _check_shapes(held, p, plan.names[number], plan.split(number), by_rows)
+            # Also SGD's and sign's, which have the keys of matrices
+            for key in {"momentum_buffer", SUM_KEY}.intersection(state_keys(plan.group)):
+                found = getattr(held.get(key), "dtype", None)
+                check_bits(key, plan.names[number], found, group_state_dtype(plan.group, dtype))
 
 
 def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> None:
@@ -180,8 +191,9 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
             rows = None if plan.state_rows is None else plan.state_rows[i][group_rank]
             if plan.split(i).view == "flatten":
                 _make_contiguous(state[p])
-            keys = state_keys(plan.group)
-            create_state(state[p], p, keys, options.state_dtype, plan.split(i), rows, offloads)
+            dtype = group_state_dtype(plan.group, options.state_dtype)
+            keys = state_keys(plan.group, dtype)
+            create_state(state[p], p, keys, dtype, plan.split(i), rows, offloads)
 
 
 def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_rows: bool) -> None:
@@ -198,6 +210,18 @@ def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_
                 f"shape {tuple(param.shape)}, needs {expected}: it was resized, or its split has "
                 "changed. Delete its entry in the optimizer's `state`, or load state that fits"
             )
+
+
+def check_bits(key: str, name: str, found: object, dtype: torch.dtype) -> None:
+    """Raise RuntimeError if momentum of dtype `found` would be misread by a step with `dtype`, of
+    `group_state_dtype`. None: there is no momentum yet.
+    """
+    if found is not None and is_quantized(found) != is_quantized(dtype):
+        raise RuntimeError(
+            f"{key} of parameter {name} is {found} in the optimizer's `state`, but a step of its "
+            f"group reads {dtype}: pass the state to load_state_dict(), which converts momentum of "
+            "matrices, or delete the entry for a new momentum"
+        )
 
 
 def _move_to_param(state: dict, param: torch.Tensor) -> None:
@@ -250,6 +274,7 @@ def create_state(
     for key, other in (("momentum_buffer", SUM_KEY), (SUM_KEY, "momentum_buffer")):
         if key in keys and key not in state:
             state.pop(other, None)
+            state.pop(SCALE_KEY, None)  # a scale that is not finite makes NaN of zeros
     for key in keys:
         device, key_dtype = state_device_and_dtype(key, param, dtype, offloads)
         # None: the parameter's

@@ -18,18 +18,19 @@ import stat
 
 import torch
 
+from ..kernels.quantized.blocks import DTYPE as QUANTIZED
 from ..params.dtensor import is_dtensor
 from ..params.errors import given_names, in_group, shortened
 from ..params.param_groups import clean_names
 from ..params.units import splits_of
 from ..params.validation import OPTIONAL_KEYS, TOLERATED, check_group
-from ..rules.rule import all_state_keys, state_keys
+from ..rules.rule import SCALE_KEY, all_state_keys, state_keys
+from .momentum.conversion import converted
 from .state_dict import (
     KINDS,
     STRUCTURE,
     check_same_rule,
     check_state,
-    in_momentum_form,
     options_of,
     with_function,
     with_momentum_steps,
@@ -127,10 +128,12 @@ def import_state(
         param, _, key = name.removeprefix("state.").rpartition(".")
         states.setdefault(param, {})[key] = tensor
     own = optimizer.param_groups
+    dtype = optimizer._options.state_dtype
     groups = []
     for i, group in enumerate(own):
         with in_group(i, group):
-            groups.append(_saved_group(path, i, own, names, header["groups"], states))
+            saved = _saved_group(path, i, own, names, header["groups"], states, dtype)
+            groups.append(saved)
     # A state dict numbers the parameters in the order of the groups
     number = {name: i for i, name in enumerate(n for group in groups for n in group["params"])}
     if set(states) - set(number):
@@ -441,23 +444,26 @@ def _saved_group(
     names: dict[torch.Tensor, str],
     saved: list[dict],
     states: dict[str, dict],
+    dtype: torch.dtype,
 ) -> dict:
     """Return the optimizer's group `number` in the form of a state dict with the file's options;
     `params` are names.
 
-    `own`: groups of the optimizer. `saved`: groups of the file. `states`: {parameter name: state}.
-    Raises ValueError for state or options that do not fit.
+    `own`: groups of the optimizer. `saved`: groups of the file. `states`: {parameter name: state};
+    converted momentum replaces entries. `dtype`: the option `state_dtype`. Raises ValueError for
+    state or options that do not fit.
     """
     group = own[number]
     own_names = [[names[p] for p in entry["params"]] for entry in own]
     params = own_names[number]
     options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
     rule = with_saved_rule(group, options)
-    keys = state_keys(rule)
-    states.update(
-        {name: in_momentum_form(states[name], rule, options) for name in params if name in states}
-    )
     for param, name, split in zip(group["params"], params, splits_of(group)):
+        if name in states:
+            states[name] = converted(states[name], rule, options, name, split, dtype)
+        # 8-bit momentum that an optimizer of another dtype loads has no scales any more
+        is_8bit = SCALE_KEY in states.get(name, ())
+        keys = state_keys(rule, QUANTIZED if is_8bit else torch.float32)
         was_muon = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was_muon != bool(group["use_muon"]):
             raise ValueError(

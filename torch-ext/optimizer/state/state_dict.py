@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..communication.redistribute import place_like
+from ..kernels.quantized.blocks import is_quantized
 from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
@@ -27,9 +28,17 @@ from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
 from ..rules.decay import INITIAL_KEY
 from ..rules.elementwise import DEFAULT, elementwise_of
-from ..rules.muon import SETTLED, STEPS_KEY, SUM_KEY, is_sum
-from ..rules.rule import all_state_keys, state_device_and_dtype, state_keys, state_shape
+from ..rules.muon import SETTLED, STEPS_KEY, SUM_KEY
+from ..rules.rule import (
+    SCALE_KEY,
+    all_state_keys,
+    group_state_dtype,
+    state_device_and_dtype,
+    state_keys,
+    state_shape,
+)
 from .consolidated import refuse_elsewhere
+from .momentum.conversion import as_tensor, converted, in_8_bits
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
 
@@ -428,6 +437,7 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
     ValueError, with the parameter's name, for state that does not fit.
     """
     members = []  # (parameter, group with the saved decay, name, saved state)
+    saved_groups = []  # of each member
     splits = {p: split for group in groups for p, split in zip(group["params"], splits_of(group))}
     for number, (group, saved) in enumerate(zip(groups, loaded["param_groups"])):
         _check_options(number, group, saved)
@@ -435,42 +445,44 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
         rule = with_saved_rule(group, saved)
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
-                state = in_momentum_form(loaded["state"][key], rule, saved)
-                members.append((param, rule, name_of(group, i), state))
+                members.append((param, rule, name_of(group, i), loaded["state"][key]))
+                saved_groups.append(saved)
     of_param = {p: own for group, own in zip(groups, options) for p in group["params"]}
     refusal = None
     try:
-        for param, group, name, state in members:
-            check_state(param, state_keys(group), name, state, splits[param])
+        members = [
+            (*member[:3], _checked(*member, saved, splits[member[0]], of_param[member[0]]))
+            for member, saved in zip(members, saved_groups)
+        ]
     except ValueError as error:
         refusal = error  # raised by check_shards: other ranks may wait for this rank
     check_shards(members, of_param, refusal)
     return {
-        param: _restored_state(param, state_keys(group), state, of_param[param])
+        param: _restored_state(param, group, state, splits[param], of_param[param])
         for param, group, _, state in members
     }
+
+
+def _checked(
+    param: torch.Tensor,
+    group: dict,
+    name: str,
+    state: object,
+    saved: dict,
+    split: Split,
+    options: MuonConfig,
+) -> dict:
+    """Return the saved state of a parameter with momentum in the form of `group`. Raises ValueError
+    unless the state fits. `saved`: the saved group.
+    """
+    state = converted(state, group, saved, name, split, options.state_dtype)
+    check_state(param, state_keys(group, options.state_dtype), name, state, split)
+    return state
 
 
 def with_saved_rule(group: dict, saved: dict) -> dict:
     """Return `group` with the options of the saved group on which the keys of state depend."""
     return {**group, **{key: saved[key] for key in OPTIONAL_KEYS if key in saved}}
-
-
-def in_momentum_form(state: object, group: dict, saved: dict) -> object:
-    """Return the saved state of a parameter with a sum in place of a mean as momentum, if `group`,
-    `with_saved_rule`, has a sum: the checkpoint is from before it had one. Exact if momentum was
-    constant since the first step.
-    """
-    wants_sum = bool(group["use_muon"]) and is_sum(group)
-    if not (wants_sum and isinstance(state, dict) and "momentum_buffer" in state):
-        return state
-    mean = _as_tensor(state["momentum_buffer"], "momentum_buffer")
-    if SUM_KEY in state or not mean.dtype.is_floating_point:
-        return state
-    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
-    rest = {key: value for key, value in state.items() if key != "momentum_buffer"}
-    momentum = float(saved.get("momentum", group["momentum"]))
-    return {**rest, SUM_KEY: wide / (1.0 - momentum)}
 
 
 def with_momentum_steps(saved: dict, own: dict) -> dict:
@@ -524,15 +536,18 @@ def check_state(
                 + (" (without second_moment it loads, and the mean squares begin anew)")
                 * (key == "second_moment")
             )
-        dtype = _as_tensor(state[key], f"{key} of parameter {name}").dtype
+        dtype = as_tensor(state[key], f"{key} of parameter {name}").dtype
         is_count = key == "step" and not dtype.is_complex and dtype != torch.bool
-        if not (dtype.is_floating_point or is_count):
+        is_8bit = (
+            key in momentum and is_quantized(dtype) and SCALE_KEY in keys and SCALE_KEY in state
+        )
+        if not (dtype.is_floating_point or is_count or is_8bit):
             raise ValueError(
                 f"{key} of parameter {name} has dtype {dtype} in the state, but it needs a "
                 "floating-point one: it was saved by another optimizer, or is damaged"
             )
     if "step" in keys and "step" in state:
-        _check_step_count(_as_tensor(state["step"]), name)
+        _check_step_count(as_tensor(state["step"]), name)
 
 
 def _check_step_count(step: torch.Tensor, name: str) -> None:
@@ -643,45 +658,33 @@ def _check_kind(number: int, group: dict, saved: dict) -> None:
         check_numbers({**group, **known})
 
 
-def _as_tensor(value: object, what: str = "a state") -> torch.Tensor:
-    """Return a tensor unchanged, or a number (step counts in old files) as a tensor on the CPU.
-
-    Raises ValueError, beginning with `what`, for anything else. Dtype and device are explicit: the
-    default dtype may not hold the number, and the default device may have no memory.
-    """
-    if isinstance(value, torch.Tensor):
-        return value
-    try:
-        return torch.as_tensor(
-            value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu"
-        )
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(
-            f"{what} is of type {type(value).__name__} in the state, but must be a "
-            "tensor or a number: it was saved by another optimizer, or is "
-            "damaged"
-        ) from error
-
-
 def _restored_state(
-    param: torch.Tensor, keys: Sequence[str], state: dict, options: MuonConfig
+    param: torch.Tensor, group: dict, state: dict, split: Split, options: MuonConfig
 ) -> dict:
-    """Return a copy of a parameter's saved state in the dtypes and placements of the optimizer."""
+    """Return a copy of a parameter's saved state in the dtypes and placements of the optimizer.
+    `group`: with the options on which the keys depend.
+    """
     restored = {}
     offloads = bool(options.offload_state)
-    for key in [k for k in keys if k in state]:
-        device, dtype = state_device_and_dtype(key, param, options.state_dtype, offloads)
-        value = _as_tensor(state[key]).detach()
+    momentum_dtype = group_state_dtype(group, options.state_dtype)
+    for key in [k for k in state_keys(group, momentum_dtype) if k in state]:
+        device, dtype = state_device_and_dtype(key, param, momentum_dtype, offloads)
+        value = as_tensor(state[key]).detach()
         if key == "step":
             value = value.reshape(())
         # Rows of owner state stay rows; the next step moves the rows to the owners
         elif not options.owner_keeps_state or not is_by_rows(value, options.process_group):
             value = place_like(value, param)
+        # Not a cast: numbers of a block belong to its scale
+        to_8_bits = is_quantized(dtype) and value.dtype.is_floating_point
         # A copy: the user's state dict must not change with the next step
-        local = local_of(value).to(device, dtype, copy=True)
+        local = local_of(value).to(device, value.dtype if to_8_bits else dtype, copy=True)
         restored[key] = local
         if is_dtensor(value) and offloads:
             restored[key] = with_local(value, local)
         elif is_dtensor(value):
             restored[key] = as_dtensor(local, value.shape, value.device_mesh, value.placements)
+        if to_8_bits:
+            scales_shape = state_shape(param, SCALE_KEY, split)
+            restored[key], restored[SCALE_KEY] = in_8_bits(restored[key], scales_shape, split)
     return restored

@@ -1,0 +1,1 @@
+"""Momentum in 8 bits: the format, and the kernels that read and write it."""
