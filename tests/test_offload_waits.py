@@ -139,14 +139,14 @@ class Recorder:
 class Program:
     """Steps of launches on the states of a host memory, and what they should have computed."""
 
-    def __init__(self, recorder):
+    def __init__(self, recorder, slots):
         self.scheduling, self.recorder = part("execution.offload.scheduler"), recorder
         self.memory = part("execution.offload.memory").HostMemory([4] * ITEMS, torch.device("cpu"))
         self.views = [self.memory.view(i, (1,), (1,), torch.float32) for i in range(ITEMS)]
         self.expected = [float(i) for i in range(ITEMS)]
         for view, value in zip(self.views, self.expected):
             view.fill_(value)
-        self.scheduler = self.scheduling.Scheduler(recorder, torch.device("cpu"), 256 * ITEMS)
+        self.scheduler = self.scheduling.Scheduler(recorder, torch.device("cpu"), 256 * ITEMS, slots)
         self.known = {}
         self.launches = 0
 
@@ -202,9 +202,8 @@ PROGRAMS |= {
 }
 
 
-def played(name, recorder, slots, monkeypatch, *, reads=True):
-    monkeypatch.setattr(part("execution.offload.scheduler"), "SLOTS", slots)
-    program = Program(recorder)
+def played(name, recorder, slots, *, reads=True):
+    program = Program(recorder, slots)
     for step in PROGRAMS[name]:
         program.step(step)
         if reads:
@@ -220,9 +219,9 @@ SHARED = ("read, then written in other parts", "neighbours share states", "one t
 @pytest.mark.parametrize("name, compute_streams", [(name, 1) for name in PROGRAMS] +
                          [(name, 2) for name in PROGRAMS if name not in SHARED])
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
-def test_no_two_accesses_race(name, slots, compute_streams, monkeypatch):
+def test_no_two_accesses_race(name, slots, compute_streams):
     recorder = Recorder(compute_streams=compute_streams)
-    program = played(name, recorder, slots, monkeypatch)
+    program = played(name, recorder, slots)
     recorder.check()
     assert set(recorder.waits) >= set(WAITS) - {("outward", "used")}
     # Every stream is told of the memory of the slots, and there is no other memory
@@ -232,11 +231,11 @@ def test_no_two_accesses_race(name, slots, compute_streams, monkeypatch):
 
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("dropped", WAITS, ids=" ".join)
-def test_the_check_sees_each_wait_that_is_dropped(dropped, slots, monkeypatch):
+def test_the_check_sees_each_wait_that_is_dropped(dropped, slots):
     missed = []
     for name in PROGRAMS:
         recorder = Recorder(dropped)
-        played(name, recorder, slots, monkeypatch)
+        played(name, recorder, slots)
         try:
             recorder.check()
         except AssertionError:
@@ -249,24 +248,24 @@ def test_the_check_sees_each_wait_that_is_dropped(dropped, slots, monkeypatch):
 
 
 @pytest.mark.parametrize("dropped", WAITS[1:5], ids=" ".join)
-def test_none_of_the_waits_of_a_step_is_spare(dropped, monkeypatch):
+def test_none_of_the_waits_of_a_step_is_spare(dropped):
     """Each single wait is needed: of fetches, those of the second step into slots that are used again in it, parts 3
     and 4. Fetches before them follow one that has waited for all that was written.
     """
     count = Recorder()
-    played("5 parts", count, 3, monkeypatch, reads=False)
+    played("5 parts", count, 3, reads=False)
     instances = (9, 10) if dropped == ("inward", "written") else range(1, count.waits[dropped] + 1)
     for instance in instances:
         recorder = Recorder(dropped, instance)
-        played("5 parts", recorder, 3, monkeypatch, reads=False)
+        played("5 parts", recorder, 3, reads=False)
         with pytest.raises(AssertionError, match="race"):
             recorder.check()
 
 
-def test_parts_are_fetched_ahead_from_the_second_step_on(monkeypatch):
+def test_parts_are_fetched_ahead_from_the_second_step_on():
     """While a part is computed, the next one is on its way, and the one before is written back."""
     recorder = Recorder()
-    played("12 parts", recorder, 3, monkeypatch)
+    played("12 parts", recorder, 3)
     kinds = [access.kind for access in recorder.accesses if access.kind in ("inward", "launch", "outward", HOST)]
     first, second = kinds[:kinds.index(HOST)], kinds[kinds.index(HOST) + 1:][:36]
     assert first == ["inward", "launch", "outward"] * 12

@@ -18,9 +18,8 @@ import torch
 
 from .execution.cuda_graphs import Graphs
 from .execution.elementwise_updates import StatePlace
-from .execution.offload.offload import slot_bytes_for
+from .execution.offload.offload import slots_for
 from .execution.offload.placement import KeptBytes
-from .execution.offload.scheduler import SLOTS
 from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
 from .execution.workspace import buffer_name
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
@@ -336,7 +335,7 @@ def _bytes_at(
             for members in _stepped_at(rank, plan):
                 found[COPIES] = max(found[COPIES], _copied_bytes(members, plan, options))
     if nbytes := sum(n for key, n in found.items() if key[0] == "state" and key[-1] == "host"):
-        found[SLOT_ROW] += SLOTS * slot_bytes_for(nbytes) * (kept is not None)
+        found[SLOT_ROW] += math.prod(slots_for(nbytes)) * (kept is not None)
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes

@@ -545,7 +545,7 @@ def group_state_dtype(group: Mapping[str, Any], dtype: torch.dtype) -> torch.dty
 
 def is_offloaded(key: str) -> bool:
     """Whether the option `offload_state` moves state `key`: all with a number per element."""
-    return key != "step" and STATES[key].per == "element"
+    return key in STATES and STATES[key].per == "element"
 
 
 def state_device_and_dtype(

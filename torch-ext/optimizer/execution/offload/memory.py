@@ -5,6 +5,7 @@ One allocation lets neighbouring state be copied at once: the copies of a launch
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import weakref
@@ -108,5 +109,7 @@ def _host_bytes(nbytes: int, device: torch.device, owner: object) -> torch.Tenso
 
 def _unpin(memory: torch.Tensor, device: torch.device) -> None:
     """Unpin memory, once no copy uses it any more."""
-    torch.cuda.synchronize(device)
+    # Inside somebody's capture this fails, and no copy is in flight
+    with contextlib.suppress(Exception):
+        torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

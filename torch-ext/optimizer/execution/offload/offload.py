@@ -15,20 +15,24 @@ from ..param_store import PlanInputViews
 from .memory import ALIGNMENT
 from .parts import OffloadStore
 from .placement import HostState
-from .scheduler import SLOTS, Scheduler
+from .scheduler import LEAST_SLOTS, Scheduler
 from .streams import streams_for
 from .updates import OFFLOADED_UPDATES, OffloadedElementwiseUpdate
 
 # Bytes of a slot: large enough for the rate of PCIe, and for few launches
 LEAST_SLOT, MOST_SLOT = 1 << 20, 16 << 20
-# All slots together are at most this part of the state: 0.05 bytes per parameter of AdamW in fp32
-SLOT_SHARE = SLOTS * 160
+# All slots together are this part of the state: 0.05 bytes per parameter of AdamW in fp32
+SLOT_SHARE = 160
+# Where slots are smaller than MOST_SLOT
+SLOTS = 6
 
 
-def slot_bytes_for(state_bytes: int) -> int:
-    """Return the bytes of each slot for `state_bytes` of offloaded state."""
-    nbytes = min(MOST_SLOT, max(LEAST_SLOT, state_bytes // SLOT_SHARE))
-    return nbytes + -nbytes % ALIGNMENT
+def slots_for(state_bytes: int) -> tuple[int, int]:
+    """Return (bytes of each slot, number of slots) for `state_bytes` of offloaded state."""
+    share = state_bytes // SLOT_SHARE
+    nbytes = min(MOST_SLOT, max(LEAST_SLOT, share // SLOTS))
+    nbytes -= nbytes % ALIGNMENT
+    return nbytes, max(LEAST_SLOTS, share // nbytes)
 
 
 class Offload(StatePlace):
@@ -44,8 +48,8 @@ class Offload(StatePlace):
 
     def begin(self, device: torch.device) -> None:
         """Begin to bind a step: its parts are fetched into new slots."""
-        nbytes = slot_bytes_for(self.host.memory.nbytes)
-        self.scheduler = Scheduler(streams_for(device), device, nbytes)
+        slots = slots_for(self.host.memory.nbytes)
+        self.scheduler = Scheduler(streams_for(device), device, *slots)
 
     def store(self, plan: Plan, state: dict, inputs: PlanInputViews) -> OffloadStore:
         """Return the store of a plan."""

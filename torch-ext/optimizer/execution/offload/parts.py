@@ -17,6 +17,7 @@ from ...kernels.elementwise.multi_tensor import Source
 from ...kernels.launch.precompile import in_dry_run
 from ...planning.planner import Plan
 from ...planning.rank_plan import Piece
+from ...state.create import outside_inference_mode
 from ..param_store import PlanInputViews, Store
 from .memory import ALIGNMENT, HostMemory
 from .scheduler import Part, Scheduler
@@ -79,11 +80,13 @@ class InParts:
         self,
         store: OffloadStore,
         parts: Sequence[tuple[Part, Callable[[], Launch]]],
-        at_once: bool = False,
+        binds_once: bool = False,
     ) -> None:
         """`parts`: (part, function that binds the launch of the part). Parts are bound when they
-        first run, since slots are given in the order of a step; `at_once`: bound now.
+        first run, since slots are given in the order of a step. `binds_once`: a part that is bound
+        in a dry run stays so.
         """
+        self.binds_once = binds_once
         self.store = store
         self.scheduler = store.scheduler
         self.parts = [part for part, _ in parts]
@@ -91,15 +94,13 @@ class InParts:
         self.launches: list[Launch | None] = [None] * len(parts)
         for part in self.parts:
             self.scheduler.reserve(part)
-        for number in range(len(parts)) if at_once else ():
-            self._bind(number)
 
     def _bind(self, number: int) -> Launch:
         """The bound launch of a part."""
         if self.launches[number] is None:
             part = self.parts[number]
             self.scheduler.place(part)
-            with self.store.showing(part):
+            with outside_inference_mode(), self.store.showing(part):
                 self.launches[number] = self.binds[number]()
         return self.launches[number]
 
@@ -115,8 +116,8 @@ class InParts:
     def _rehearse(self, number: int, arguments: tuple) -> None:
         """Launch a part in a dry run, which compiles kernels only."""
         part = self.parts[number]
-        if self.launches[number] is not None:
-            return self.launches[number](*arguments)
+        if self.binds_once:
+            return self._bind(number)(*arguments)
         self.scheduler.place_for_dry_run(part)
         with self.store.showing(part):
             launch = self.binds[number]()

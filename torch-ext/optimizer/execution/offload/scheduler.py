@@ -21,11 +21,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...state.create import outside_inference_mode
 from .memory import ALIGNMENT, HostMemory
 from .streams import COMPUTE, INWARD, OUTWARD, CopyStreams, NoStreams
 
-# One part is computed, one is fetched, one is written back
-SLOTS = 3
+# One part is computed, one is fetched, one is written back. Further slots are filled while matrices
+# are multiplied, which uses no state
+LEAST_SLOTS = 3
 
 
 class Slot:
@@ -89,12 +91,17 @@ class Scheduler:
     """The slots of a bound step, and the transfers to and from them."""
 
     def __init__(
-        self, streams: NoStreams | CopyStreams, device: torch.device, slot_bytes: int
+        self,
+        streams: NoStreams | CopyStreams,
+        device: torch.device,
+        slot_bytes: int,
+        slot_count: int = LEAST_SLOTS,
     ) -> None:
         """`slot_bytes`: of each slot; `reserve` may raise it until the first part runs."""
         self.streams = streams
         self.device = device
         self.slot_bytes = slot_bytes
+        self.slot_count = slot_count
         self.slots: list[Slot] = []
         self.written = streams.event("written")  # after the last write-back
         self.read = streams.event("read")  # after the last fetch
@@ -110,15 +117,17 @@ class Scheduler:
     def _slot(self, number: int) -> Slot:
         """Slot `number`; the first call takes the memory of all slots."""
         if not self.slots:
-            for i in range(SLOTS):
-                memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
-                self.slots.append(Slot(memory, self.streams, i))
+            # A step inside of inference mode must leave slots that later steps can write to
+            with outside_inference_mode():
+                for i in range(self.slot_count):
+                    memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
+                    self.slots.append(Slot(memory, self.streams, i))
         return self.slots[number]
 
     def place(self, part: Part) -> None:
         """Give `part` the next slot in turn, unless it has one."""
         if part.slot is None:
-            part.place_in(self._slot(self.placed % SLOTS))
+            part.place_in(self._slot(self.placed % self.slot_count))
             self.placed += 1
 
     def place_for_dry_run(self, part: Part) -> None:
@@ -145,7 +154,7 @@ class Scheduler:
 
         State must not change between this call and the step.
         """
-        while self.ahead < min(len(self.order), len(self.done) + SLOTS):
+        while self.ahead < min(len(self.order), len(self.done) + self.slot_count):
             part = self.order[self.ahead]
             # Two parts in a row may have one slot: the first is computed first
             if part.slot.holds is not None:

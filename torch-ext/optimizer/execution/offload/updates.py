@@ -69,6 +69,8 @@ class OffloadedState:
             return bind(pieces, to, means)
         if self.update_momentum_early:
             self.packed.update(pieces)
+        # Launches are bound later: updates of weights find these pieces selected already
+        self.selected_pieces.bind(pieces)
 
         def bind_part(cuts: Sequence[Cut]) -> Launch:
             """Bind the launch of some cuts."""
@@ -166,14 +168,14 @@ class OffloadedState:
         bind: Callable[[Sequence[Cut]], Launch],
     ) -> list[Launch]:
         """The launch on offloaded `pieces`, as in `_in_parts`; [] without pieces."""
-        # What is selected from a piece is chosen in all of it. The choice has memory from the first
-        # binding on, so the launch is bound once
+        # What is selected from a piece is chosen in all of it. Pieces that were never bound select
+        # in the launch that is bound first, so each launch is bound once
         selects = any(map(self.store.selects_from, pieces))
         parts = [
             (Part(self.store.memory, views, writes), lambda cuts=cuts: bind(cuts))
             for cuts, views in cut(self.store, pieces, keys, not selects)
         ]
-        return [InParts(self.store, parts, at_once=selects)] if parts else []
+        return [InParts(self.store, parts, binds_once=selects)] if parts else []
 
 
 def _means_of(cuts: Sequence[Cut], means: Means | None) -> Means | None:
