@@ -17,7 +17,7 @@ from tests.ranks import part
 HOST = "host"
 # Wait that is dropped: (stream that waits, event)
 WAITS = [("inward", "used"), ("inward", "written"), ("compute", "fetched"), ("outward", "used"), (HOST, "written"),
-         (HOST, "read")]
+         (HOST, "fetched")]
 ITEMS = 12  # elements of host memory, each a state of its own
 
 
@@ -243,7 +243,7 @@ def test_the_check_sees_each_wait_that_is_dropped(dropped, slots):
         missed.append(name)
     seen = set(PROGRAMS) - set(missed)
     # Where every launch writes, the fetch waits for the write-back of its slot, which waits for the launch
-    reading = dropped in (("inward", "used"), (HOST, "read"))
+    reading = dropped in (("inward", "used"), (HOST, "fetched"))
     assert seen >= ({"only read"} if reading else {"5 parts", "7 parts", "12 parts", "another order"}), missed
 
 

@@ -19,18 +19,17 @@ from .scheduler import LEAST_SLOTS, Scheduler
 from .streams import streams_for
 from .updates import OFFLOADED_UPDATES, OffloadedElementwiseUpdate
 
-# Bytes of a slot: large enough for the rate of PCIe, and for few launches
-LEAST_SLOT, MOST_SLOT = 1 << 20, 16 << 20
+# Bytes of a slot. A part costs the host tens of microseconds of calls: as long as PCIe takes for
+# some MiB
+LEAST_SLOT, MOST_SLOT = 4 << 20, 16 << 20
 # All slots together are this part of the state: 0.05 bytes per parameter of AdamW in fp32
 SLOT_SHARE = 160
-# Where slots are smaller than MOST_SLOT
-SLOTS = 6
 
 
 def slots_for(state_bytes: int) -> tuple[int, int]:
     """Return (bytes of each slot, number of slots) for `state_bytes` of offloaded state."""
     share = state_bytes // SLOT_SHARE
-    nbytes = min(MOST_SLOT, max(LEAST_SLOT, share // SLOTS))
+    nbytes = min(MOST_SLOT, max(LEAST_SLOT, share // LEAST_SLOTS))
     nbytes -= nbytes % ALIGNMENT
     return nbytes, max(LEAST_SLOTS, share // nbytes)
 

@@ -7,7 +7,7 @@ for one part, and fetches the next parts ahead, in the order of the last step.
 [Note: waits of offloaded state]
 Four waits order the three streams, and two more the host:
 
-1. A fetch waits until the launch that used the slot before has ended.
+1. A fetch waits for the launch that used the slot before, if that wrote nothing back.
 2. A fetch waits for all earlier write-backs: the slot is free, and host memory is current.
 3. A launch waits for the fetch of its part.
 4. A write-back waits for the launch.
@@ -40,6 +40,7 @@ class Slot:
         self.fetched = streams.event(f"fetched {number}")
         self.used = streams.event(f"used {number}")
         self.holds: Part | None = None  # fetched and not computed yet
+        self.was_written = False  # the last part was written back, after its launch
         streams.share(memory)
         streams.record(self.used, COMPUTE)
 
@@ -104,7 +105,7 @@ class Scheduler:
         self.slot_count = slot_count
         self.slots: list[Slot] = []
         self.written = streams.event("written")  # after the last write-back
-        self.read = streams.event("read")  # after the last fetch
+        self.read: object = streams.event("fetched")  # after the last fetch
         self.order: list[Part] = []  # of the last step
         self.done: list[Part] = []  # parts of this step, in order
         self.ahead = 0  # number of parts of `order` that are fetched, or are past
@@ -143,6 +144,7 @@ class Scheduler:
         slot.holds = None
         launch()
         streams.record(slot.used, COMPUTE)
+        slot.was_written = part.writes
         if part.writes:
             self._write_back(part)
         self.done.append(part)
@@ -165,11 +167,12 @@ class Scheduler:
     def _fetch(self, part: Part) -> None:
         """Start the copy of a part into its slot."""
         slot, streams = part.slot, self.streams
-        streams.wait(INWARD, slot.used)
+        if not slot.was_written:
+            streams.wait(INWARD, slot.used)
         streams.wait(INWARD, self.written)
         streams.copy(INWARD, part.copies)
         streams.record(slot.fetched, INWARD)
-        streams.record(self.read, INWARD)
+        self.read = slot.fetched
         slot.holds = part
 
     def _write_back(self, part: Part) -> None:
