@@ -1,9 +1,9 @@
-"""What an optimizer brings in training: one GPT, many optimizers, learning rates swept alike. One CSV row a run.
+"""Losses of a GPT trained with several optimizers, with learning rates swept alike. One CSV row for each run.
 
     make build && python benchmarks/convergence.py --size 30m --out convergence.csv
-    ... --optimizers adamw muon normuon     some of them; AdamW is always needed, for the rates of embeddings and head
-    ... --seconds 500                       begin no run after so long; the next call goes on where this one ended
-    ... --show                              print the table of the rows that are there, and train nothing
+    ... --optimizers muon normuon           some optimizers; AdamW always trains, for the rates of embeddings and head
+    ... --seconds 500                       begin no run after 500 s; the next call continues the sweep
+    ... --show                              print the table of the rows so far, and train nothing
 
 Tokens are bytes, weights are fp32, compute is bf16 by autocast. All runs of a size have the same text in the same
 order for a seed, the same warm-up and linear decay to 0, weight decay 0.1 on matrices, embeddings and head, and
@@ -91,8 +91,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=None, help="in place of the size's own number")
     parser.add_argument("--data", default=None, help="folder whose *.py files are the text (default: Python's library)")
     parser.add_argument("--corpus", default="stdlib", help="name of the text, for the rows")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so long")
-    parser.add_argument("--runs", type=int, default=None, help="end after so many runs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after this time")
+    parser.add_argument("--runs", type=int, default=None, help="end after this number of runs")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     parser.add_argument("--show", action="store_true", help="print the table of --out, and train nothing")
     add_output(parser, COLUMNS, "convergence.csv")
@@ -163,7 +163,7 @@ class Run:
         return cls(row["optimizer"], *rates, int(row["seed"]))
 
 
-# What is to be trained next is a function of the rows so far, so that a sweep goes on after an interruption.
+# The next runs are a function of the rows so far, so a sweep goes on after an interruption.
 
 
 def losses_of(rows: list[dict[str, str]]) -> dict[Run, float]:
@@ -171,7 +171,7 @@ def losses_of(rows: list[dict[str, str]]) -> dict[Run, float]:
 
 
 def search(start: Run, rates: tuple[str, ...], losses: dict[Run, float]) -> tuple[Run, list[Run]]:
-    """(The best run as rates are multiplied together, the runs that are wanted before it is known to be the best)."""
+    """(Best run as `rates` are multiplied together, runs that are missing to compare it with its neighbours)."""
     best = start
     while best in losses:
         beside = [replace(best, **{rate: getattr(best, rate) * factor for rate in rates}) for factor in (0.5, 2.0)]
@@ -188,7 +188,7 @@ def search(start: Run, rates: tuple[str, ...], losses: dict[Run, float]) -> tupl
 
 
 def wanted(name: str, losses: dict[Run, float]) -> list[Run]:
-    """The runs of an optimizer that can begin now; none where it is done, or waits for another's rates."""
+    """The runs of an optimizer that can begin now; [] if all have ended, or if AdamW's rates are not found yet."""
     best, missing = adamw_rates(losses)
     if name != "adamw":
         if missing:
@@ -202,7 +202,7 @@ def wanted(name: str, losses: dict[Run, float]) -> list[Run]:
 
 
 def adamw_rates(losses: dict[Run, float]) -> tuple[Run, list[Run]]:
-    """(AdamW's best run of seed 0, the runs that it waits for)."""
+    """(AdamW's best run of seed 0, runs that are missing to find it)."""
     lr = OPTIMIZERS["adamw"][1]
     best, missing = search(Run("adamw", lr, lr, lr, 0), ("lr", "embed_lr", "head_lr"), losses)
     before = None
@@ -267,7 +267,7 @@ class Sweep:
 
 
 def work(worker: int, options: argparse.Namespace, orders: mp.SimpleQueue, results: mp.SimpleQueue) -> None:
-    """Train what the orders say, until they end."""
+    """Train the runs from `orders`, until None."""
     import traceback
 
     device = torch.device("cuda", worker) if torch.cuda.is_available() else torch.device("cpu")
@@ -327,13 +327,13 @@ class Training:
 
     @torch.no_grad()
     def heldout_loss(self) -> torch.Tensor:
-        """The mean over batches of as many windows as a training step has."""
+        """The mean over batches of the size of a training step."""
         count = min(self.size.batch, HELDOUT_WINDOWS)
         batches = zip(*(part.split(count) for part in self.heldout))
         return torch.stack([self.loss(*batch) for batch in batches]).mean()
 
     def factor(self, step: int) -> float:
-        """Of the rates: linear warm-up, then linear decay to 0."""
+        """Factor on the rates: linear warm-up, then linear decay to 0."""
         warmup = max(1, int(WARMUP * self.steps))
         return (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)
 
@@ -368,8 +368,8 @@ class Training:
             "corpus": self.options.corpus, "text_mb": self.text_mb, "optimizer": run.optimizer, "lr": run.lr,
             "embed_lr": run.embed_lr, "head_lr": run.head_lr, "seed": run.seed, "steps": self.steps,
             "tokens": self.steps * size.batch * size.seq, "heldout_loss": round(losses[-1], 5),
-            "step_ms": round(statistics.median(whole for whole, _ in times), 3),
-            "optimizer_ms": round(statistics.median(own for _, own in times), 3), "peak_mib": round(peak, 1),
+            "step_ms": round(statistics.median(ms for ms, _ in times), 3),
+            "optimizer_ms": round(statistics.median(ms for _, ms in times), 3), "peak_mib": round(peak, 1),
             "curve": " ".join(f"{step}:{loss:.4f}" for (step, _), loss in zip(curve, losses)),
             "torch": torch.__version__}
 
@@ -382,7 +382,7 @@ class Training:
 
 
 def between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    """ms."""
+    """Time between two marks, in ms."""
     return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
 
 
@@ -391,12 +391,12 @@ def between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> f
 
 def best_rows(rows: list[dict[str, str]], name: str) -> list[dict[str, str]]:
     """The rows of an optimizer with its best rates, over the seeds that were trained with them."""
-    own = [row for row in rows if row["optimizer"] == name]
-    if not own:
+    rows = [row for row in rows if row["optimizer"] == name]
+    if not rows:
         return []
-    best = min((row for row in own if row["seed"] == "0"), key=lambda row: float(row["heldout_loss"]))
+    best = min((row for row in rows if row["seed"] == "0"), key=lambda row: float(row["heldout_loss"]))
     rates = ("lr", "embed_lr", "head_lr")
-    return [row for row in own if all(row[key] == best[key] for key in rates)]
+    return [row for row in rows if all(row[key] == best[key] for key in rates)]
 
 
 def mean_curve(rows: list[dict[str, str]]) -> list[tuple[int, float]]:

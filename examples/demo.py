@@ -46,7 +46,8 @@ BASELINE = "adamw"
 PROBE_STEPS = 5
 EVALUATION = 1.1  # training with the measurements of the held-out loss takes so much longer
 MAX_THREADS = 8
-LIVE_COLUMNS = "loss {task.fields[loss]:.3f}  held-out {task.fields[heldout]:.3f}  {task.fields[speed]:,.0f} tokens/s"
+LIVE_COLUMNS = ("loss {task.fields[loss]:.3f}  held-out {task.fields[heldout]:.3f}  "
+                "{task.fields[speed]:,.0f} tokens/s{task.fields[metrics]}")
 
 
 @dataclass(frozen=True)
@@ -89,16 +90,32 @@ def affordable_steps(options: Options, device: torch.device, seconds: float) -> 
     return min(options.steps, max(PROBE_STEPS, int(steps)))
 
 
-def watched(records: Iterator[Record], title: str, steps: int, screen: Progress) -> Iterator[Record]:
+class Watch:
+    """What the optimizer says of its step, read where the held-out loss is measured; empty with torch's AdamW."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.short = self.text = ""
+
+    def __call__(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Read the group of hidden matrices, on all ranks together."""
+        measured = step % self.options.eval_every == 0 or step == self.options.steps
+        if measured and self.options.optimizer != BASELINE:
+            values = optimizer.metrics().groups[0]
+            self.short = f"  update/weight {values.update_to_weight:.1e}"
+            self.text = f"{self.short}  orthogonality error {values.orthogonality_error:.2f}"
+
+
+def watched(records: Iterator[Record], title: str, steps: int, screen: Progress, watch: Watch) -> Iterator[Record]:
     """The same records, shown as a progress bar, or as lines of text where the output is no terminal."""
-    bar = screen.add_task(title, total=steps, loss=float("nan"), heldout=float("nan"), speed=0.0)
+    bar = screen.add_task(title, total=steps, loss=float("nan"), heldout=float("nan"), speed=0.0, metrics="")
     for record in records:
-        screen.update(bar, advance=1, loss=record.train_loss, speed=record.tokens_per_s)
+        screen.update(bar, advance=1, loss=record.train_loss, speed=record.tokens_per_s, metrics=watch.short)
         if record.heldout_loss is not None:
             screen.update(bar, heldout=record.heldout_loss)
             if not screen.console.is_terminal:
                 print(f"{title:6} step {record.step:4d}/{steps}  loss {record.train_loss:.3f}  held-out "
-                      f"{record.heldout_loss:.3f}  {record.tokens_per_s:,.0f} tokens/s", flush=True)
+                      f"{record.heldout_loss:.3f}  {record.tokens_per_s:,.0f} tokens/s{watch.text}", flush=True)
         yield record
 
 
@@ -118,8 +135,9 @@ def run_rank(rank: int, processes: int, folder: str, options: Options, seconds: 
     with Progress(*columns, console=console, disable=rank > 0 or not console.is_terminal) as screen:
         for name in (options.optimizer, BASELINE):
             run = replace(options, optimizer=name, steps=steps)
-            records = train(run, device)
-            records = list(watched(records, NAMES[name], steps, screen) if rank == 0 else records)
+            watch = Watch(run)
+            records = train(run, device, watch)
+            records = list(watched(records, NAMES[name], steps, screen, watch) if rank == 0 else records)
             if rank == 0:
                 write_csv(Path(options.out) / f"{name}.csv", records)
                 summary = summarize(NAMES[name], options.lr or BEST_LR[name], records)

@@ -12,7 +12,7 @@ import csv
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 
@@ -183,14 +183,22 @@ class Timer:
         return self.events[0].elapsed_time(self.events[1]) if self.events else 1e3 * (self.times[1] - self.times[0])
 
 
-def train(options: Options, device: torch.device) -> Iterator[Record]:
-    """Train and yield a Record per step; every rank has to run it to its end."""
+def train(
+    options: Options, device: torch.device, after_step: Callable[[int, torch.optim.Optimizer], None] | None = None
+) -> Iterator[Record]:
+    """Train and yield a Record per step; every rank has to run it to its end.
+
+    `after_step`: called with the number of the step and the optimizer, on all ranks, outside of the measured times.
+    Steps of Muon then collect what `metrics()` of the optimizer returns.
+    """
     if options.batch % world_size():
         raise ValueError(f"--batch {options.batch} cannot be split over {world_size()} processes")
     train_text, heldout_text = read_corpus(options.data)
     heldout = even_windows(heldout_text, HELDOUT_WINDOWS, options.seq)
     model = make_model(options, device)
     optimizer = make_optimizer(model, options)
+    if after_step is not None and options.optimizer != "adamw":
+        optimizer.collect_metrics = True
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
     order, timer = torch.Generator().manual_seed(options.seed), Timer(device)
     for step in range(1, options.steps + 1):
@@ -204,6 +212,8 @@ def train(options: Options, device: torch.device) -> Iterator[Record]:
         optimizer.zero_grad()
         train_loss = mean_over_ranks(loss)  # waits for the device, so the clock below and the timer are right
         seconds = time.perf_counter() - began
+        if after_step is not None:
+            after_step(step, optimizer)
         heldout_loss = None
         if step % options.eval_every == 0 or step == options.steps:
             with torch.no_grad():

@@ -226,7 +226,7 @@ def others(arch: str, shared: int):
             table, addresses="*i64", flags="*fp32", places="*i64", ACCESS=access))
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
-        own = dict(groups="*i64", GROUPED=skips)
+        own = dict(groups="*i64", GROUPED=skips, squares="*fp32" if skips else "*i64", COLLECTS=skips)
         fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
         for form in ({"SUMS": False, "CORRECTED": not skips}, {"SUMS": True, "CORRECTED": False}, {"FEEDBACK": True}):
             if arch == "sm90" or form.get("SUMS", not skips) == skips or not skips:

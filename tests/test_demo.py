@@ -54,6 +54,7 @@ def test_both_optimizers_learn(optimizer, tmp_path, processes):
     done = run_demo("--steps", "16", "--eval-every", "8", "--lr", "0.01", "--out", str(tmp_path), processes=processes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
+    assert done.stdout.count("orthogonality error 0.") == 2  # of Muon, where the held-out loss is measured
     assert (tmp_path / "demo.png").stat().st_size > 10_000
     runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
     assert [run["optimizer"] for run in runs] == ["Muon", "AdamW"]

@@ -627,6 +627,9 @@ def differing_beside_dtensors(rank, world):
 
 
 def test_a_difference_of_the_optimizer_is_found_over_a_mesh():
+    """Rank 1, which is in the pair (0, 1), and then rank 3, which is in the pair (2, 3), has another `nonfinite`: each
+    rank raises in both cases, also the ranks of the pair without a difference, and names the rank that differs.
+    """
     for texts in run_ranks(4, differing_beside_dtensors):
         assert ["nonfinite" in text for text in texts] == [True, True], texts
         assert "[1]" in texts[0] and "[3]" in texts[1]

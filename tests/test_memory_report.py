@@ -138,6 +138,18 @@ def test_every_rule_takes_what_is_predicted(kind):
         assert figures(forecast) == figures(results[0][name][1]), name
 
 
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("rule", ["lion", "sign", "sgd"])
+def test_checked_parameters_are_stepped_beside_their_old_values(rule, nonfinite, optimizer):
+    param = nn.Parameter(torch.ones(40, 30))
+    opt = optimizer.Muon([{"params": [param], "use_muon": False, "rule": rule, "nesterov": False}], nonfinite=nonfinite)
+    param.grad = torch.ones_like(param)
+    opt.step()
+    with Peak(1000) as peak:
+        opt.step()
+    assert peak.most == opt.memory_report().bytes_of("temporary") > 0
+
+
 @pytest.mark.parametrize("decay", ["decoupled", "cautious", "initial"])
 @pytest.mark.parametrize("rule", ["lion", "sign", "adamw in bf16"])
 def test_temporaries_of_elementwise_rules_are_those_of_a_step(rule, decay, optimizer, monkeypatch):
@@ -163,9 +175,11 @@ def test_temporaries_of_elementwise_rules_are_those_of_a_step(rule, decay, optim
         assert peak.most == predicted > 0
 
 
-def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(monkeypatch):
+@pytest.mark.parametrize("name", [name for name, (options, _) in RULES.items() if "rule" in options])
+def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(name, monkeypatch):
     """Tables are bound as on a GPU; nothing is launched."""
-    opt = package().Muon([nn.Parameter(torch.ones(256, 1024)), nn.Parameter(torch.ones(96, 32))])
+    shapes = (256, 1024), (96, 32), (512, 256)
+    opt = package().Muon([nn.Parameter(torch.ones(shape)) for shape in shapes], **RULES[name][0])
     before = opt.memory_report().bytes_of("tables")
     everywhere(monkeypatch, part("kernels.backend"), "use_triton", lambda device: True)
     everywhere(monkeypatch, part("pipeline"), "precompile_kernels", lambda *_: None)
@@ -173,6 +187,23 @@ def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(monkeypatch):
         p.grad = torch.ones_like(p)
     opt._prepare(False)
     assert 0.5 <= before / opt.memory_report().bytes_of("tables") <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [False, True])
+def test_graphs_on_a_gpu_take_memory(capturable, optimizer):
+    """Graphs of a step are captured in the second step, and freed by `release`."""
+    params = [nn.Parameter(torch.randn(256, 128, device="cuda")) for _ in range(2)]
+    opt = optimizer.Muon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}], capturable=capturable)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    found = [opt.memory_report().bytes_of("graphs")]
+    for _ in range(3):
+        opt.step()
+    found.append(opt.memory_report().bytes_of("graphs"))
+    opt.release()
+    found.append(opt.memory_report().bytes_of("graphs"))
+    assert found[0] == found[2] == 0 < found[1]
 
 
 def llama_70b():

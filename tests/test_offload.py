@@ -175,6 +175,20 @@ def test_momentum_is_fetched_once_and_written_before_the_weights():
     assert [one.slot.number for one in scheduler.order] == [i % 3 for i in range(len(scheduler.order))]
 
 
+@pytest.mark.parametrize("options", [{}, {"rule": "adamuon"}, {"offload_state": 9000}], ids=str)
+def test_metrics_are_those_without_offload(options):
+    """Sums are made part by part, of the parameters that are cut as well."""
+    found = []
+    for offload_state in (False, options.get("offload_state", True)):
+        params, opt = build(**{**options, "offload_state": offload_state})
+        opt.collect_metrics = True
+        for step in range(3):
+            give(params, step)
+            opt.step()
+        found.append(opt.metrics(per_parameter=True).as_dict())
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and len(found[0]) > 40
+
+
 # State dicts
 
 

@@ -192,7 +192,7 @@ def in_a_row(count, writes=True):
     return [([i], writes) for i in range(count)]
 
 
-PROGRAMS = {f"{count} parts": [in_a_row(count)] * 3 for count in (1, 2, 3, 4, 5, 7, 12)}
+PROGRAMS = {f"{count} parts": [in_a_row(count)] * 3 for count in (1, 3, 5, 7)}
 PROGRAMS |= {
     "read, then written in other parts": [in_a_row(6, False) + [([0, 1, 2], True), ([3, 4], True), ([5], True)]] * 3,
     "neighbours share states": [[([0, 1], True), ([1, 2], True), ([2, 3], True), ([0, 3], False), ([3], True)]] * 3,
@@ -218,7 +218,7 @@ SHARED = ("read, then written in other parts", "neighbours share states", "one t
 # Launches on one state are in the order of the compute stream: a step on a side stream is joined before they share one
 @pytest.mark.parametrize("name, compute_streams", [(name, 1) for name in PROGRAMS] +
                          [(name, 2) for name in PROGRAMS if name not in SHARED])
-@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("slots", [1, 2, 3])
 def test_no_two_accesses_race(name, slots, compute_streams):
     recorder = Recorder(compute_streams=compute_streams)
     program = played(name, recorder, slots)
@@ -244,7 +244,7 @@ def test_the_check_sees_each_wait_that_is_dropped(dropped, slots):
     seen = set(PROGRAMS) - set(missed)
     # Where every launch writes, the fetch waits for the write-back of its slot, which waits for the launch
     reading = dropped in (("inward", "used"), (HOST, "fetched"))
-    assert seen >= ({"only read"} if reading else {"5 parts", "7 parts", "12 parts", "another order"}), missed
+    assert seen >= ({"only read"} if reading else {"5 parts", "7 parts", "another order"}), missed
 
 
 @pytest.mark.parametrize("dropped", WAITS[1:5], ids=" ".join)
@@ -265,8 +265,8 @@ def test_none_of_the_waits_of_a_step_is_spare(dropped):
 def test_parts_are_fetched_ahead_from_the_second_step_on():
     """While a part is computed, the next one is on its way, and the one before is written back."""
     recorder = Recorder()
-    played("12 parts", recorder, 3)
+    played("7 parts", recorder, 3)
     kinds = [access.kind for access in recorder.accesses if access.kind in ("inward", "launch", "outward", HOST)]
-    first, second = kinds[:kinds.index(HOST)], kinds[kinds.index(HOST) + 1:][:36]
-    assert first == ["inward", "launch", "outward"] * 12
-    assert second == ["inward"] * 3 + ["launch", "outward", "inward"] * 9 + ["launch", "outward"] * 3
+    first, second = kinds[:kinds.index(HOST)], kinds[kinds.index(HOST) + 1:][:21]
+    assert first == ["inward", "launch", "outward"] * 7
+    assert second == ["inward"] * 3 + ["launch", "outward", "inward"] * 4 + ["launch", "outward"] * 3

@@ -58,7 +58,7 @@ def report_on(rank, world, timing, reduced=None):
 def test_the_report_says_what_the_plan_says(reduced):
     results = run_ranks(4, report_on, True, reduced)
     for text, rows, bounds, loads, parts, _, balance in results:
-        assert rows == bounds and len(rows) > 1
+        assert rows == bounds and len(rows) >= 3  # several buckets are in flight together
         assert loads == results[0][3] and sorted(loads) == [0, 1, 2, 3]
         assert balance == pytest.approx(max(loads.values()) * 4 / sum(loads.values()))
         lines = text.splitlines()

@@ -196,6 +196,25 @@ def train(opt, weight, generator, steps):
         opt.step()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [False, True])
+def test_graphs_have_the_bits_of_launches(capturable, optimizer, monkeypatch):
+    """The key of a step is uploaded before each replay."""
+    results = []
+    for graphs in ("off", "auto"):
+        monkeypatch.setenv("OPTIMIZER_GRAPHS", graphs)
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.randn(96, 64, generator=generator).cuda().to(BF16))
+        weight.grad = torch.empty_like(weight)
+        opt = optimizer.Muon([weight], lr=1e-4, rounding="stochastic", rounding_seed=7, capturable=capturable)
+        for _ in range(6):
+            weight.grad.copy_(torch.randn(96, 64, generator=generator))
+            opt.step()
+        assert opt.param_groups[0]["rounding_step"] == 6
+        results.append((weight.detach().clone(), opt.state[weight]["momentum_buffer"]))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("way", ["state_dict", "copy"])
 def test_bits_go_on_after_a_resume(optimizer, way):
     generator = torch.Generator().manual_seed(0)

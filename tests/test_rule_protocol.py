@@ -76,11 +76,11 @@ def chosen(rule):
     return Damped
 
 
-def alone(problem, rule):
-    """Weight and state of each parameter after the steps of one process."""
+def alone(problem, rule, keys):
+    """Weight and state of each parameter after the steps of one process. `keys`: options of the rule."""
     params = [nn.Parameter(full.clone()) for full in problem["fulls"]]
     groups = [{"params": [p], "split": form, "transposed": t} for p, (_, form, t) in zip(params, problem["members"])]
-    optimizer = package().Muon(groups, lr=0.1, rule=chosen(rule), **problem["options"])
+    optimizer = package().Muon(groups, lr=0.1, rule=chosen(rule), **keys, **problem["options"])
     for gradients in problem["gradients"]:
         for p, g in zip(params, gradients):
             p.grad = g.clone()
@@ -93,13 +93,13 @@ def on_rank(rank, world, layout, problems, expected, rule, options):
     return stepped(rank, world, layout, cases, {"rule": chosen(rule), **options})
 
 
-def differences(layout, rule, seeds, run=run_threads, **options):
+def differences(layout, rule, seeds, run=run_threads, keys=(), **options):
     problems = [problem_of(layout, seed) for seed in seeds]
     if options:
         for problem in problems:
             problem["has_little_room"], problem["options"]["nonfinite"] = False, "propagate"
-    expected = [alone(problem, rule) for problem in problems]
-    world = math.prod(layouts()[layout][0])
+    expected = [alone(problem, rule, dict(keys)) for problem in problems]
+    world, options = math.prod(layouts()[layout][0]), {**dict(keys), **options}
     return [wrong for found in run(world, on_rank, layout, problems, expected, rule, options) for wrong in found]
 
 
@@ -123,10 +123,12 @@ def test_a_rule_has_the_same_bits_in_processes(layout, rule, optimizer):
 
 
 @pytest.mark.parametrize("option", ["overlap_backward", "overlap_forward", "capturable"])
-@pytest.mark.parametrize("layout", ["fsdp rows, uneven", "tp columns x fsdp rows", "unreduced"])
-def test_options_leave_the_bits_of_a_rule(layout, option, optimizer):
-    rule = "hyperball" if option == "capturable" else "theirs"
-    assert differences(layout, rule, [200], **{option: True}) == []
+@pytest.mark.parametrize("layout, rule", [
+    *((layout, "theirs") for layout in ("fsdp rows, uneven", "tp columns x fsdp rows", "unreduced")),
+    ("fsdp rows, uneven", "dion3")])
+def test_options_leave_the_bits_of_a_rule(layout, rule, option, optimizer):
+    rule, keys = "hyperball" if (rule, option) == ("theirs", "capturable") else rule, {"blocks": 3}
+    assert differences(layout, rule, [200], keys=keys if rule == "dion3" else {}, **{option: True}) == []
 
 
 # formulas ----------------------------------------------------------------------------------------------------------
@@ -338,7 +340,7 @@ def test_a_checkpoint_of_another_rule_is_refused(optimizer):
         optimizer.Muon([q], rule="adamuon").load_state_dict(saved.state_dict())
 
 
-def resharded_on_rank(rank, world, rule):
+def resharded_on_rank(rank, world, rule, keys):
     """A state dict gathered from rows, loaded onto columns, and stepped on."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -362,13 +364,13 @@ def resharded_on_rank(rank, world, rule):
             muon.step()
 
     model = Model(W, 0)
-    muon = package().Muon(model.named_parameters(), rule=chosen(rule), lr=LR)
+    muon = package().Muon(model.named_parameters(), rule=chosen(rule), lr=LR, **keys)
     steps(model, muon, G[:2])
     options = StateDictOptions(full_state_dict=True)
     saved = get_optimizer_state_dict(model, muon, options=options)
     other = Model(model.w.detach().full_tensor(), 1)
     steps(model, muon, G[2:])
-    again = package().Muon(other.named_parameters(), rule=chosen(rule), lr=LR)
+    again = package().Muon(other.named_parameters(), rule=chosen(rule), lr=LR, **keys)
     again.init_state()
     set_optimizer_state_dict(other, again, saved, options=options)
     steps(other, again, G[2:])
@@ -376,9 +378,14 @@ def resharded_on_rank(rank, world, rule):
     return all(results)
 
 
-@pytest.mark.parametrize("rule", ["adamuon", "hyperball", "normuon_columns", "theirs"])
-def test_state_of_a_rule_goes_to_another_sharding(rule, optimizer):
-    assert all(run_ranks(3, resharded_on_rank, rule))
+SELECTED = {"fraction": 0.5, "blocks": 3}
+
+
+@pytest.mark.parametrize("rule, keys", [
+    *((rule, {}) for rule in ("adamuon", "hyperball", "normuon_columns", "theirs")),
+    ("dion2", SELECTED), ("dion3", SELECTED)])
+def test_state_of_a_rule_goes_to_another_sharding(rule, keys, optimizer):
+    assert all(run_ranks(3, resharded_on_rank, rule, keys))
 
 
 # refusals ----------------------------------------------------------------------------------------------------------
@@ -480,10 +487,18 @@ def test_an_update_in_torch_is_refused_in_a_graph_of_the_step(optimizer):
 
 @pytest.mark.parametrize("rule, key, value, text", [
     ("muon_plus", "normalize", "rows", "normalize='rows' must be one of"),
-    ("adamuon", "sign", "no", "sign='no' must be True or False")])
+    ("adamuon", "sign", "no", "sign='no' must be True or False"),
+    ("dion2", "fraction", 0, "fraction=0 must be a number > 0 and <= 1"),
+    ("dion2", "fraction", True, "fraction=True must be"), ("dion2", "fraction", "0.5", "fraction='0.5' must be"),
+    ("dion2", "fraction", math.nan, "fraction=nan must be"), ("dion2", "blocks", 0, "blocks=0 must be an int >= 1"),
+    ("dion2", "blocks", 2.0, "blocks=2.0 must be an int >= 1"),
+    ("dion2", "select", "rows", "select='rows' must be one of .*'short', 'row', 'column'"),
+    ("dion2", "momentum_form", "sum", "momentum_form='sum' with rule='dion2'.*error feedback")])
 def test_options_of_a_rule_are_checked(rule, key, value, text, optimizer):
     with pytest.raises(ValueError, match=text):
         optimizer.Muon([{"params": [nn.Parameter(torch.ones(4, 3))], "rule": rule, key: value}])
+    with pytest.raises(ValueError, match=text):
+        optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=rule, **{key: value})
 
 
 def test_normuon_is_muon_with_the_rule(optimizer):

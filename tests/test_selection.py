@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from tests.paths import quiet
-from tests.ranks import package, part, run_ranks, run_threads
+from tests.ranks import package, part, run_threads
 from tests.test_muon import take
+from tests.test_rule_protocol import differences as differences_of_rule
 from tests.test_rule_protocol import factor, polar
-from tests.test_units import layouts, problem_of, stepped
+from tests.test_units import layouts
 
 LR, MU, DECAY, SHAPES = 0.02, 0.9, 0.1, [(24, 8), (8, 30), (3, 6, 32), (7, 40), (16, 16), (1, 5), (12, 1)]
 # name: (rule, options); blocks of 6 or 8 ranks' shards, and of no layout's
@@ -37,8 +38,10 @@ def selected(M, rows, fraction, blocks):
     return sorted(found)
 
 
-def reference(rule, W, G, state, fraction=0.25, select="short", blocks=1):
-    """A step of microsoft/dion with selection_scope="global" on one matrix in fp64. Of M only the scale differs."""
+def reference(rule, W, G, state, fraction=0.25, select="short", blocks=1, decay="decoupled"):
+    """A step of microsoft/dion with selection_scope="global" on one matrix in fp64. Of M only the scale differs. Forms
+    of decay are those of this package.
+    """
     rows = rule == "dion3" or select == "row" or select == "short" and len(W) <= W.shape[1]
     M = state.setdefault("M", torch.zeros_like(W))
     M += G
@@ -51,13 +54,26 @@ def reference(rule, W, G, state, fraction=0.25, select="short", blocks=1):
         V[K] = 0.95 * V[K] + 0.05 * (O ** 2).mean(1, keepdim=True)
         N = O / (V[K].sqrt() + 1e-8)
         O = N * O.norm() / N.norm()
-    W *= 1 - LR * DECAY
-    W[at] -= LR * factor(W) * O
+    update, first = torch.zeros_like(W), state.setdefault("W", W.clone())
+    update[at] = O
+    if decay == "cautious":  # the update of unselected elements is zero: they decay
+        W -= LR * DECAY * W * (update * W >= 0)
+    else:
+        W -= {"lr_squared": LR}.get(decay, 1.0) * LR * DECAY * (W - first if decay == "initial" else W)
+    W -= LR * factor(W) * update
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+FORMS = {
+    "dion2, cautious": ("dion2", {"select": "row", "fraction": 0.4, "blocks": 4, "decay": "cautious"}),
+    "dion2, initial": ("dion2", {"decay": "initial"}), "dion3, cautious": ("dion3", {"decay": "cautious"}),
+    "dion3, initial": ("dion3", {"blocks": 3, "decay": "initial"}),
+    "dion3, lr_squared": ("dion3", {"decay": "lr_squared"}),
+}
+
+
+@pytest.mark.parametrize("case", {**OPTIONS, **FORMS})
 def test_a_rule_computes_its_formula(case, device, optimizer):
-    rule, options = OPTIONS[case]
+    rule, options = {**OPTIONS, **FORMS}[case]
     torch.manual_seed(0)
     W = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
     params = [nn.Parameter(w.float().to(device)) for w in W]
@@ -114,31 +130,9 @@ def test_ties_and_nan_are_chosen_alike(device):
 
 # layouts -----------------------------------------------------------------------------------------------------------
 
-def alone(problem, rule, options):
-    params = [nn.Parameter(full.clone()) for full in problem["fulls"]]
-    groups = [{"params": [p], "split": form, "transposed": t} for p, (_, form, t) in zip(params, problem["members"])]
-    optimizer = package().Muon(groups, lr=0.1, rule=rule, **options, **problem["options"])
-    for gradients in problem["gradients"]:
-        for p, g in zip(params, gradients):
-            p.grad = g.clone()
-        optimizer.step()
-    return [{"weight": p.detach(), **optimizer.state[p]} for p in params]
-
-
-def on_rank(rank, world, layout, cases, options):
-    return stepped(rank, world, layout, cases, options)
-
-
 def differences(layout, case, seeds, **more):
     rule, options = OPTIONS[case]
-    cases = []
-    for problem in (problem_of(layout, seed) for seed in seeds):
-        if more:
-            problem["has_little_room"], problem["options"]["nonfinite"] = False, "propagate"
-        cases.append(("Muon", problem, alone(problem, rule, options)))
-    world = math.prod(layouts()[layout][0])
-    results = run_threads(world, on_rank, layout, cases, {"rule": rule, **options, **more})
-    return [wrong for found in results for wrong in found]
+    return differences_of_rule(layout, rule, seeds, keys=options, **more)
 
 
 # Each layout with state, and with one of the others in turn. On each, some matrices are selected from at their owners,
@@ -177,11 +171,6 @@ def test_matrices_are_selected_from_at_owners_and_where_they_are_stored(optimize
     assert len(counted) > 4
 
 
-@pytest.mark.parametrize("option", ["overlap_backward", "overlap_forward", "capturable"])
-def test_options_leave_the_bits(option, optimizer):
-    assert differences("fsdp rows, uneven", "dion3", [200], **{option: True}) == []
-
-
 def planned(rank, world, layout, rule, options):
     """[(shapes that are orthogonalized, bytes sent in, bytes sent out)] of each bucket, and the work of this rank."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
@@ -216,47 +205,6 @@ def test_products_and_traffic_shrink(layout, options, part_of_in, part_of_out, o
         assert found == {shape: 4}
         assert (ours_in, ours_out) == (sent_in * part_of_in, sent_out * part_of_out) and ours_out
         assert less < 0.5 * load
-
-
-def resharded(rank, world, rule, options):
-    """A state dict of rows, gathered, loaded for columns and stepped on: the whole weights of both, after the steps."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    mesh = init_device_mesh("cpu", (world,))
-    generator = torch.Generator().manual_seed(0)
-    W, G = torch.randn(9, 7, generator=generator), torch.randn(4, 9, 7, generator=generator)
-
-    class Model(nn.Module):
-        def __init__(self, full, dim):
-            super().__init__()
-            self.w = nn.Parameter(distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None))
-            self.muon = package().Muon(self.named_parameters(), lr=LR, rule=rule, **options)
-
-        def steps(self, some):
-            for g in some:
-                self.w.grad = distribute_tensor(g, mesh, self.w.placements, src_data_rank=None)
-                self.muon.step()
-            return self.w.detach().full_tensor()
-
-    model, whole = Model(W, 0), StateDictOptions(full_state_dict=True)
-    middle = model.steps(G[:2])
-    saved = get_optimizer_state_dict(model, model.muon, options=whole)
-    other = Model(middle, 1)
-    other.muon.init_state()
-    set_optimizer_state_dict(other, other.muon, saved, options=whole)
-    assert other.muon.param_groups[0]["fraction"] == options["fraction"]
-    return model.steps(G[2:]), other.steps(G[2:]), middle
-
-
-@pytest.mark.parametrize("rule", ["dion2", "dion3"])
-def test_state_goes_to_another_sharding(rule, optimizer):
-    for ours, theirs, middle in run_ranks(3, resharded, rule, {"fraction": 0.5, "blocks": 3}):
-        assert torch.equal(ours, theirs) and not torch.equal(ours, middle)
 
 
 # options -----------------------------------------------------------------------------------------------------------
@@ -312,18 +260,6 @@ def test_options_are_arguments_and_keys_of_groups(optimizer):
     assert make({"rule": "dion3"}, rule="dion2", fraction=0.5)[0]["fraction"] == 0.25
     with pytest.raises(TypeError, match="fraction"):
         make({}, fraction=0.5)
-
-
-@pytest.mark.parametrize("key, value, text", [
-    ("fraction", 0, r"fraction=0 must be a number > 0 and <= 1"), ("fraction", True, "fraction=True must be"),
-    ("fraction", "0.5", "fraction='0.5' must be"), ("fraction", math.nan, "fraction=nan must be"),
-    ("blocks", 0, "blocks=0 must be an int >= 1"), ("blocks", 2.0, r"blocks=2.0 must be an int >= 1"),
-    ("select", "rows", "select='rows' must be one of .*'short', 'row', 'column'"),
-    ("momentum_form", "sum", "momentum_form='sum' with rule='dion2'.*error feedback"),
-])
-def test_wrong_options_are_refused(key, value, text, optimizer):
-    with pytest.raises(ValueError, match=text):
-        optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule="dion2", **{key: value})
 
 
 # kernels -----------------------------------------------------------------------------------------------------------

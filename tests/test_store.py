@@ -443,7 +443,7 @@ def measured_on_rank(rank, world, shapes, mode, room):
 
 @pytest.mark.parametrize("mode, once", [*((mode, False) for mode in ("fsdp", "hsdp", "ddp", "unreduced", "alone")),
                                         *((mode, True) for mode in ("hsdp", "ddp", "unreduced"))])
-@pytest.mark.parametrize("room", [None, 750_000])
+@pytest.mark.parametrize("room", [None, 100_000])
 @pytest.mark.parametrize("shapes", [[(24, 32)] * 32, [(16, 64), (64, 16), (32, 32), (32, 16)] * 10],
                          ids=["one", "mixed"])
 def test_a_step_takes_the_workspace_that_was_promised_and_no_more(once, shapes, room, mode, optimizer, monkeypatch):
@@ -453,4 +453,4 @@ def test_a_step_takes_the_workspace_that_was_promised_and_no_more(once, shapes, 
     for most, workspace, buckets, large in run_threads(world, measured_on_rank, shapes, mode, room):
         assert most == sum(nbytes for nbytes in workspace.values() if nbytes >= large) > 0
         assert room is None or sum(workspace.values()) <= room
-        assert buckets > 0
+        assert buckets >= (1 if room is None else 3)

@@ -30,8 +30,8 @@ FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 700, 60, 120, 3
 FOLDERS = ["kernels.backend", "kernels.launch", "kernels.elementwise", "kernels.quantized", "kernels.matmul",
            "kernels.onchip", "newton_schulz", "rules", "rules.elements", "rules.named", "params.model", "params.checks",
            "params", "pipeline", "planning", "communication", "state", "qk_clip",
-           "execution", "execution.offload", "execution.overlap", "report", "memory_report",
-           "state_dict_methods", "muon", "integrations", "__init__"]
+           "metrics", "execution", "execution.offload", "execution.overlap", "report", "memory_report",
+           "state_dict_methods", "metrics_methods", "muon", "integrations", "__init__"]
 FILES_IN_A_FOLDER = 8
 LEAVES = {"_ops", "params.errors", "params.dtensor", "params.units"}  # _ops is generated: the operators' namespace
 
@@ -164,7 +164,8 @@ def test_folders_are_small():
 def test_only_the_optimizer_knows_overlap():
     """The core runs without `execution/overlap`."""
     found = {module for module in PATHS if any(other.startswith("execution.overlap") for other in imported(module))}
-    assert {module for module in found if not module.startswith("execution.overlap")} <= {"muon", "state_dict_methods"}
+    allowed = {"muon", "state_dict_methods", "metrics_methods"}
+    assert {module for module in found if not module.startswith("execution.overlap")} <= allowed
 
 
 @every_module
@@ -203,7 +204,7 @@ def test_only_kernels_import_triton_and_nobody_needs_more_than_torch(module):
 
 # A name: a constant or a function
 CONSTANT = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.Name, ast.Load, ast.unaryop)
-OPTIMIZERS = ("Muon", "NorMuon", "ForwardOverlapMethods", "StateDictMethods")
+OPTIMIZERS = ("Muon", "NorMuon", "ForwardOverlapMethods", "StateDictMethods", "MetricsMethods")
 
 
 def class_attributes(tree: ast.AST) -> list[tuple[ast.ClassDef, ast.Assign]]:
@@ -249,10 +250,13 @@ def test_class_attributes_of_optimizers_are_never_assigned():
 
 # Attributes of torch's objects that a module replaces, each for a reason that stands beside the line
 FOREIGN = {
+    "communication.redistribute": {"_local_tensor"},  # a view keeps the tensor, not its memory of now
+    "integrations.megatron": {"data", "_local_tensor"},  # memory and gradients, lent to views for a step
     "communication.process_groups": {"template", "bound_device_id", "_hash_ranks_to_str"},
     "execution.cuda_graphs": {"destroy_process_group", "shutdown"},
     "execution.offload.memory": {"atexit"},
     "execution.overlap.module_hooks": {"unshard"},
+    "integrations.trainer": {"collect_metrics"},  # the switch that users set, too
     "params.config": {"__signature__"},
     "params.errors": {"args"},
 }

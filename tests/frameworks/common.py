@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -71,6 +72,27 @@ def fsdp2_on_cpu() -> None:
             state.PartialState._shared_state["distributed_type"] = self.distributed_type
 
     state.AcceleratorState.__init__ = init
+
+
+def megatron_on_cpu() -> None:
+    """Let Megatron-Core run on gloo ranks, without dropout: it asks for tensors, types and random states of CUDA."""
+    from megatron.core.tensor_parallel import random
+
+    def on_cpu(function):
+        def call(*args, **kwargs):
+            if "cuda" in str(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.current_stream = lambda *args: None
+    random.CudaRNGStatesTracker.fork = lambda self, *args: contextlib.nullcontext()
+    kind = torch.Tensor.type
+    torch.Tensor.type = lambda self, *args: kind(self, *args) if args else kind(self).replace("torch.", "torch.cuda.")
 
 
 def run(program: str, world: int, folder: Path, *args: str, launches_itself: bool = False) -> list[dict]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.frameworks.common import run
+from tests.frameworks.common import Tokens, llama, run
+from tests.ranks import package
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -24,6 +25,20 @@ def test_trainer(tmp_path, mode, world, weight, wrapped):
     for rank in said:
         assert (rank["optimizer"], rank["weight"], rank["wrapped"]) == ("Muon", weight, wrapped)
         assert rank["rates"] == [0.01, 0.02] and len(rank["muon"]) == 14
+
+
+def test_metrics_in_the_logs(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=6, per_device_train_batch_size=4, report_to=[],
+                             save_strategy="no", disable_tqdm=True, use_cpu=True)
+    choice = package().MuonFactory, {"lr": 0.02, "process_group": "world"}
+    trainer = Trainer(llama(), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=choice)
+    trainer.add_callback(package().trainer_metrics(trainer, every=3))
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "muon/group0/orthogonality_error" in entry]
+    assert [entry["step"] for entry in logged] == [3, 6]
+    assert all(0 < entry["muon/group0/update_to_weight"] < 1 for entry in logged)
 
 
 @pytest.mark.parametrize(("mode", "world"), [("one", 1), ("fsdp2", 2)])

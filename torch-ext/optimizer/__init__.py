@@ -3,14 +3,19 @@
 Public names: the optimizers `Muon` and `NorMuon`, `get_default_muon_param_groups` for parameter
 groups, `convert_state_dict`, `export_state` and `import_state` for state in files, the function
 `orthogonalize`, `Rule` with `State` for rules of your own, and `QKClip` for attention logits. For
-training frameworks: `MuonFactory`, `DionMuon`, `DionNorMuon` and `torchtitan_muon`.
+training frameworks: `MuonFactory`, `DionMuon`, `DionNorMuon`, `torchtitan_muon`,
+`register_megatron_muon`, and `trainer_metrics` for logs. `sharded_view`: tensor parallelism with
+plain tensors.
 """
 
 from __future__ import annotations
 
+from .communication.redistribute import sharded_view
 from .integrations.dion import DionMuon, DionNorMuon
 from .integrations.factory import MuonFactory
+from .integrations.megatron import register_megatron_muon
 from .integrations.titan import torchtitan_muon
+from .integrations.trainer import trainer_metrics
 from .muon import Muon, NorMuon
 from .newton_schulz.custom_op import orthogonalize
 from .params.param_groups import get_default_muon_param_groups
@@ -33,5 +38,8 @@ __all__ = [
     "get_default_muon_param_groups",
     "import_state",
     "orthogonalize",
+    "register_megatron_muon",
+    "sharded_view",
     "torchtitan_muon",
+    "trainer_metrics",
 ]

@@ -8,7 +8,6 @@ that do not exist. `predicted` sums the bytes of such plans, `measured` those of
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from .rules.rule import (
     STATES,
     group_state_dtype,
     is_offloaded,
+    rule_of,
     state_device_and_dtype,
     state_keys,
     state_shape,
@@ -223,11 +223,11 @@ def copied_groups(params: Iterable) -> list:
     """Return parameters, or copies of parameter groups, for an optimizer that writes into its
     groups. Raises ValueError for sharded parameters.
     """
-    entries = [dict(one) if isinstance(one, dict) else one for one in params]
-    for one in entries:
-        members = one.get("params", ()) if isinstance(one, dict) else [one]
-        if isinstance(one, dict) and not isinstance(members, torch.Tensor):
-            one["params"] = members = list(members)
+    entries = [dict(entry) if isinstance(entry, dict) else entry for entry in params]
+    for entry in entries:
+        members = entry.get("params", ()) if isinstance(entry, dict) else [entry]
+        if isinstance(entry, dict) and not isinstance(members, torch.Tensor):
+            entry["params"] = members = list(members)
         for member in [members] if isinstance(members, torch.Tensor) else members:
             if is_dtensor(member[1] if isinstance(member, tuple) else member):
                 raise ValueError(
@@ -241,33 +241,34 @@ def plans_of(
     planner: Callable[[], ForecastPlanner],
     groups: Sequence[dict],
     options: MuonConfig,
-    own: Sequence[MuonConfig],
+    options_by_group: Sequence[MuonConfig],
 ) -> list[tuple[Plan, PartsOf | None]]:
-    """Return [(plan of this rank, rank -> parts of the buckets on the rank)], as a first step in
-    which every parameter that requires a gradient has one would make them. None: a plan without
-    buckets. Sends nothing.
+    """Return [(plan of this rank, rank -> parts of the buckets on the rank)] of a first step with
+    gradients of all parameters that require one. None: a plan without buckets. Sends nothing.
 
     `planner`: returns a new planner; parameters that a process steps alone are planned apart, as in
-    a step. `own`: the options of each group.
+    a step. `options_by_group`: the options of each group.
     """
-    found = []
+    plans = []
     for alone in (False, True):
-        one = planner()
-        for part in step_together(_members(groups, options, own, alone)):
-            for plan in one.plan(part.groups, part.params, part.group_of, part.process_group):
-                found.append((plan, one.parts_of.get(id(plan.rank_plans))))
-        one.check_bucket_buffers()
-    return found
+        new_planner = planner()
+        for part in step_together(_members(groups, options, options_by_group, alone)):
+            for plan in new_planner.plan(
+                part.groups, part.params, part.group_of, part.process_group
+            ):
+                plans.append((plan, new_planner.parts_of.get(id(plan.rank_plans))))
+        new_planner.check_bucket_buffers()
+    return plans
 
 
 def _members(
-    groups: Sequence[dict], options: MuonConfig, own: Sequence[MuonConfig], alone: bool
+    groups: Sequence[dict], options: MuonConfig, options_by_group: Sequence[MuonConfig], alone: bool
 ) -> list[tuple[dict, list[torch.Tensor], MuonConfig]]:
     """Return the parts of `step_together`: parameters that require a gradient, which this process
     steps `alone` or with other ranks.
     """
     parts = []
-    for group, of_group, params in by_process_group(groups, options, own):
+    for group, of_group, params in by_process_group(groups, options, options_by_group):
         shared = of_group.process_group is not None
         chosen = [p for p in params if p.requires_grad and (shared or is_dtensor(p)) != alone]
         parts.append((group, chosen, of_group))
@@ -278,29 +279,31 @@ def predicted(
     plans: Sequence[tuple[Plan, PartsOf | None]],
     groups: Sequence[dict],
     options: MuonConfig,
-    this: int,
-    seen: Mapping[Key, int] | None = None,
+    rank_shown: int,
+    measured_bytes: Mapping[Key, int] | None = None,
 ) -> MemoryReport:
-    """Return the report of plans. `this`: the rank to show beside the largest. `seen`: bytes
-    measured on that rank, which replace predicted ones.
+    """Return the report of plans. `rank_shown`: the rank to show beside the largest.
+    `measured_bytes`: bytes of that rank, in place of predicted ones.
     """
-    known = sorted({rank for plan, _ in plans for x in plan.layouts for rank in x.ranks})
+    ranks = sorted({rank for plan, _ in plans for x in plan.layouts for rank in x.ranks})
     numbers = {id(group): number for number, group in enumerate(groups)}
     by_rank = {}
-    for rank in known or [this]:
+    for rank in ranks or [rank_shown]:
         of_rank = [
             plan if parts_of is None else replace(plan, rank_plans=parts_of(rank))
             for plan, parts_of in plans
         ]
         by_rank[rank] = _bytes_at(rank, of_rank, numbers, options)
     largest = max(by_rank, key=lambda rank: sum(by_rank[rank].values()))
-    mine = by_rank.get(this, Counter())
-    if seen is not None:
+    mine = by_rank.get(rank_shown, Counter())
+    if measured_bytes is not None:
         mine = Counter({key: n for key, n in mine.items() if key[0] in ("gradients", "temporary")})
-        mine.update(seen)
+        mine.update(measured_bytes)
     keys = sorted({*mine, *by_rank[largest]}, key=_order)
     rows = [MemoryRow(*key, mine[key], by_rank[largest][key]) for key in keys]
-    return MemoryReport(this, largest, len(known) or 1, seen is not None, tuple(rows))
+    return MemoryReport(
+        rank_shown, largest, len(ranks) or 1, measured_bytes is not None, tuple(rows)
+    )
 
 
 def _order(key: Key) -> tuple:
@@ -310,7 +313,7 @@ def _order(key: Key) -> tuple:
 
 
 SLOT_ROW: Key = ("workspace", "slots of offloaded state", None, None, "device")
-COPIES: Key = ("temporary", "copies of elementwise rules", None, None, "device")
+COPIES: Key = ("temporary", "temporaries of elementwise rules", None, None, "device")
 
 
 def _bytes_at(
@@ -339,8 +342,7 @@ def _bytes_at(
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes
-    tables = _table_bytes(plans, is_quantized(options.state_dtype))
-    found[_key("tables", "addresses and shapes", None, None)] += tables
+    found[_key("tables", "addresses and shapes", None, None)] += _table_bytes(plans, options)
     return +found
 
 
@@ -411,9 +413,35 @@ def _stepped_at(rank: int, plan: Plan) -> list[list[tuple[int, int]]]:
 
 
 def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonConfig) -> int:
-    """Return the bytes that a step of an elementwise rule makes at a time on a GPU: copies where
+    """Return the bytes that a step of an elementwise rule makes at a time on a GPU. `members`: of
+    `_stepped_at`.
+    """
+    if options.nonfinite == "propagate":
+        return _temporary_bytes(members, plan, options)
+    # Parameters are stepped one at a time. Old values are kept, and then selected from
+    return max(
+        (
+            _old_bytes(i, numel, plan, options)
+            + max(_temporary_bytes([(i, numel)], plan, options), numel * plan.params[i].itemsize)
+            for i, numel in members
+        ),
+        default=0,
+    )
+
+
+def _old_bytes(i: int, numel: int, plan: Plan, options: MuonConfig) -> int:
+    """Return the bytes of copies of the weight and state of parameter `i`, without step counts."""
+    group, param = plan.group_at(i), plan.params[i]
+    dtype = group_state_dtype(group, options.state_dtype)
+    keys = [key for key in state_keys(group, options.state_dtype) if key != "step"]
+    state = [state_device_and_dtype(key, param, dtype)[1] for key in keys]
+    return numel * sum(dtype.itemsize for dtype in (param.dtype, *state))
+
+
+def _temporary_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonConfig) -> int:
+    """Return the bytes that a step of parameters together makes at a time on a GPU: copies where
     weight, gradient and averages differ in dtype, and temporaries of foreach operations. See
-    `rules.elementwise.step`. `members`: of `_stepped_at`.
+    `rules.elementwise.step`.
     """
     # Parameters that are stepped as copies are stepped apart: has copies -> bytes
     together, largest = Counter(), Counter()
@@ -432,27 +460,62 @@ def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonC
     return max(min(together[key], MAX_COPIED_ELEMENTS * largest[key]) for key in (False, True))
 
 
-def _table_bytes(plans: Sequence[Plan], is_8bit: bool) -> int:
+def _table_bytes(plans: Sequence[Plan], options: MuonConfig) -> int:
     """Return about how many bytes the tables of launches on a GPU take, and the inputs of a step.
-    `is_8bit`: the momentum is in 8 bits.
 
-    Each launch over pieces has a record of 12 to 20 int64 for a piece, and two int64 for a block of
-    BLOCK elements. Stored pieces are in two launches (pack, weight update), and in a third that
-    writes 8-bit momentum. Owned pieces of matrices that are copied into stacks are in two more,
-    direct matrices have two addresses per row.
+    Stored pieces of matrices are in two launches (pack, weight update), and in a third that writes
+    8-bit momentum. Pieces of state and weights that a rule reads at the owner are in two copies,
+    unless kernels read both where they are stored. Owned pieces of matrices that are copied into
+    stacks are in two copies more, direct matrices have two addresses per row. Of selected rows or
+    columns the indices are kept twice.
     """
     nbytes = 0
     for plan in plans:
-        launches = 3 if is_8bit and plan.group["use_muon"] else 2
         nbytes += 8 * len(plan.params) + 4 * NUMBERS * len(plan.groups)
+        is_8bit = is_quantized(options.state_dtype) and plan.group["use_muon"]
         for bucket, rank_plan in plan.rank_plans or ():
             direct = rank_plan.direct
-            copied = [p for p in rank_plan.owned if p.matrix not in direct]
-            copied = copied if bucket.route != "local" else []
-            for p in itertools.chain(launches * rank_plan.stored, 2 * copied):
-                nbytes += 8 * 16 + 16 * -(-p.numel // BLOCK)
             nbytes += sum(2 * 8 * m.rows for m in direct)
+            if bucket.route != "local":
+                copied = [p for p in rank_plan.owned if p.matrix not in direct]
+                nbytes += sum(2 * _launch_bytes(p.numel) for p in copied)
+            in_place = _kinds_in_place(plan, bucket, options)
+            stored = [p for p in rank_plan.stored if p.kind not in in_place]
+            nbytes += sum(_stored_table_bytes(plan, p, 3 if is_8bit else 2) for p in stored)
     return nbytes
+
+
+def _stored_table_bytes(plan: Plan, piece: Piece, launches: int) -> int:
+    """Return about how many bytes a stored piece takes in tables of a number of launches."""
+    layouts = plan.selected.get(piece.kind)
+    layout = layouts and layouts[piece.matrix.param]
+    if not layout or not layout.sends_parts:
+        return launches * _launch_bytes(piece.numel)
+    # Launches are over all of the piece as it is stored, and not over its selected part
+    whole = math.prod(layout.whole_shape(piece.stored_at, piece.matrix.unit, piece.start))
+    if piece.kind != "matrix":
+        return 4 * (whole + piece.numel)  # memory of `PackSelected`
+    indices = piece.shape[layout.axes[piece.matrix.unit]]
+    return launches * _launch_bytes(whole) + 2 * 8 * indices
+
+
+def _launch_bytes(numel: int) -> int:
+    """Return about how many bytes a piece takes in the tables of a launch: a record of 12 to 20
+    int64, and two int64 for a block of BLOCK elements.
+    """
+    return 8 * 16 + 16 * -(-numel // BLOCK)
+
+
+def _kinds_in_place(plan: Plan, bucket: Bucket, options: MuonConfig) -> set[str]:
+    """Return the kinds of pieces that fused kernels read where they are stored, without copies: see
+    `LocalUpdate`.
+    """
+    rule = rule_of(plan.group) if plan.group["use_muon"] else None
+    if rule is None or not rule.fused or bucket.route != "local":
+        return set()
+    is_checked = options.nonfinite != "propagate"
+    state = {s.key for s in rule.state if s.per == "element" and not is_checked}
+    return state | ({"weight"} if rule.reads_weight else set())
 
 
 def measured(
@@ -522,25 +585,25 @@ def _workspace_of(bound: BoundStep) -> dict[str, torch.UntypedStorage]:
 def _tensors_in(root: object) -> Iterator[torch.Tensor]:
     """Yield the tensors that objects of this package hold, at any depth."""
     package = __name__.rpartition(".")[0]
-    seen, waiting = set(), [root]
+    visited, waiting = set(), [root]
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen or isinstance(one, PLANNED):
+        item = waiting.pop()
+        if id(item) in visited or isinstance(item, PLANNED):
             continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, Mapping):
-            waiting.extend(one.values())
-        elif isinstance(one, (list, tuple, set, frozenset)):
-            waiting.extend(one)
-        elif isinstance(one, functools.partial):
-            waiting += [one.func, one.args, one.keywords]
-        elif type(one).__module__.startswith(package) and hasattr(one, "__dict__"):
-            waiting.append(vars(one))
+        visited.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            waiting.extend(item)
+        elif isinstance(item, functools.partial):
+            waiting += [item.func, item.args, item.keywords]
+        elif type(item).__module__.startswith(package) and hasattr(item, "__dict__"):
+            waiting.append(vars(item))
         else:  # a method, or a function with a closure
-            waiting.append(getattr(one, "__self__", None))
-            cells = getattr(one, "__closure__", None) or ()
+            waiting.append(getattr(item, "__self__", None))
+            cells = getattr(item, "__closure__", None) or ()
             waiting += [cell.cell_contents for cell in cells]
 
 

@@ -28,8 +28,9 @@ from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
 from .memory_report import MemoryReport
+from .metrics_methods import MetricsMethods
 from .params import units, validation
-from .params.checks.group_values import check_counts, check_rounding
+from .params.checks.group_values import check_counts, check_rounding, require
 from .params.checks.memory import check_memory
 from .params.config import AssumedRanks, MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
@@ -53,7 +54,6 @@ from .rules.muon import (
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
-from .state_dict_methods import StateDictMethods
 
 
 def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
@@ -67,7 +67,7 @@ def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
 NEVER_BOUND = "before the first step, nor after release()"
 
 
-class Muon(StateDictMethods):
+class Muon(MetricsMethods):
     """Muon for hidden matrices and AdamW for all remaining parameters, on any sharding (Keller
     Jordan, 2024; arXiv 2502.16982).
 
@@ -227,6 +227,7 @@ class Muon(StateDictMethods):
         self._first_members = validation.Members()  # of the groups added by the constructor so far
         self._unscaling = Unscaling()
         self._timing = False
+        self._collects = False
         self._why_unbound = NEVER_BOUND  # why plan_report() finds no plan
         self._half_way = False  # a step has begun and not ended
         self._consolidated = None  # result of consolidate_state_dict, until the next step
@@ -261,6 +262,19 @@ class Muon(StateDictMethods):
     @timing.setter
     def timing(self, on: bool) -> None:
         self._itself()._timing = on
+
+    @property
+    def collect_metrics(self) -> bool:
+        """Whether steps collect sums for `metrics`. Read when a step begins, or its
+        `last_backward`. A change binds the next step anew, on this rank alone, and drops CUDA
+        graphs: leave it on, and call `metrics` when you log.
+        """
+        return self._itself()._collects
+
+    @collect_metrics.setter
+    def collect_metrics(self, on: bool) -> None:
+        require(isinstance(on, bool), "collect_metrics", on, "True or False")
+        self._itself()._collects = on
 
     @waits_for_updates
     def add_param_group(self, param_group: dict) -> None:
@@ -499,6 +513,7 @@ class Muon(StateDictMethods):
         create.refuse_inconsistent(self._is_torn)
         self._read_groups()
         as_bound = self._preparation.is_as_bound(self.param_groups, self.state)
+        as_bound = as_bound and self._bound.collects == self._collects
         if ready := as_bound and not self.timing:
             self._preparation.process_groups.begin_step()
             self._preparation.place.prefetch()
@@ -522,24 +537,28 @@ class Muon(StateDictMethods):
         """Bytes by kind, of this rank and of the rank with the most: weights, gradients, state,
         workspace, tables, memory of CUDA graphs. Print the report, or read its numbers.
 
-        Before the first step, and after release(), as a step with gradients of all parameters would
-        take them: state and workspace to the byte, tables about; graphs are not known. Else state,
-        workspace, tables and graphs of this rank are measured. The largest rank is always
-        predicted, and so are gradients and copies that AdamW makes during a step. Not counted: what
-        the model, NCCL, the driver and torch's allocator take besides. Not collective.
+        Before the first step, and after release(), the report predicts a step with gradients of all
+        parameters: state and workspace exactly, tables approximately, graphs not at all. Else
+        state, workspace, tables and graphs of this rank are measured. The largest rank is always
+        predicted, and so are gradients and the temporaries of groups with use_muon=False. Memory of
+        the model, NCCL, the driver and torch's allocator is not counted. Not collective.
         """
         itself = self._itself()
         bound, prepared = itself._bound, itself._preparation
-        seen = None
+        measured_bytes = None
         if bound.all_jobs:
             graphs = (prepared.graphs, prepared.adamw_graphs)
-            seen = memory_report.measured(
+            measured_bytes = memory_report.measured(
                 bound, itself.param_groups, itself.state, graphs, prepared.place
             )
-        return itself._forecast(this_rank(), seen)
+        return itself._forecast(this_rank(), measured_bytes)
 
     def _forecast(
-        self, rank: int, seen: Mapping | None = None, row_shards: int | None = None, **gpu: object
+        self,
+        rank: int,
+        measured_bytes: Mapping | None = None,
+        row_shards: int | None = None,
+        **gpu: object,
     ) -> MemoryReport:
         """Plan without a step, and return the report of the plan. Arguments as in
         `memory_report.predicted` and `memory_report.ForecastPlanner`.
@@ -552,7 +571,7 @@ class Muon(StateDictMethods):
             return memory_report.ForecastPlanner(options, groups, row_shards, **gpu)
 
         plans = memory_report.plans_of(planner, self.param_groups, options, own)
-        return memory_report.predicted(plans, self.param_groups, options, rank, seen)
+        return memory_report.predicted(plans, self.param_groups, options, rank, measured_bytes)
 
     @classmethod
     def memory_forecast(
@@ -608,7 +627,7 @@ class Muon(StateDictMethods):
     def _prepare(self, scaled: bool) -> None:
         """Plan and bind if anything has changed. `scaled`: a GradScaler decides about the step."""
         self._find_world()
-        if self._preparation.is_current(self.param_groups, self.state, scaled):
+        if self._preparation.is_current(self.param_groups, self.state, scaled, self._collects):
             return
         before = self._preparation.bound
         with create.outside_inference_mode():
@@ -619,6 +638,7 @@ class Muon(StateDictMethods):
                 self._options_by_group(),
                 self._unscaling.resolve(self._options),
                 scaled,
+                self._collects,
                 self._forward_overlap if self._forward_overlap.on else None,
             )
         bound = self._preparation.bound

@@ -216,6 +216,19 @@ class MissingGradients(StepHook):
         self.wait()
         return any(bool((maximum > 0).any()) for _, maximum in self.flags.values())
 
+    def stepped(self) -> dict[tuple[int, int], bool]:
+        """Return {(id of the store, parameter index): whether the last step had a gradient on any
+        rank}. Waits for the device.
+        """
+        self.wait()
+        found = {}
+        for ranks, members in self.members.items():
+            flags = self.flags[ranks][1].tolist() if ranks else None
+            for i, (store, number) in enumerate(members):
+                has = flags[i] > 0 if ranks else number not in store.missing
+                found[id(store), number] = has
+        return found
+
     def on_error(self) -> None:
         """Restore every copied tensor."""
         with contextlib.suppress(Exception):  # the exception of the step matters more

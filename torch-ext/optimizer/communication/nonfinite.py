@@ -203,6 +203,18 @@ class NonfiniteFlags(StepHook):
         """Process groups of all sets of ranks, looked up at the first use."""
         return [self.process_groups.get_dedicated_or_shared(ranks) for ranks in self.rank_sets]
 
+    def skipped_by_param(self, entries: Sequence[tuple[object, int]]) -> list[int]:
+        """Return how many matrices (AdamW: 1 for the parameter) the last step has skipped, for each
+        (store, parameter index). Waits for the device.
+        """
+        flags = (self.flags > 0).tolist()
+        found = []
+        for store, number in entries:
+            first = store.flag_offset[number]
+            count = math.prod(_flag_shape(store.collector.plan, number))
+            found.append(sum(flags[first : first + count]))
+        return found
+
     def raise_if_set(self) -> None:
         """Raise RuntimeError if the step was skipped, with the names of the rank's non-finite
         gradients. Waits for the device.
@@ -231,6 +243,12 @@ def reduce_maximum(values: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Replace `values` by the maxima over the ranks of `group`. Collective."""
     with errors.during("the comparison of attention logits"):
         dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+
+
+def reduce_sum(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Replace `values` by the sums over the ranks of `group`. Collective."""
+    with errors.during("the sums of metrics"):
+        dist.all_reduce(values, dist.ReduceOp.SUM, group=group)
 
 
 def scalers_may_differ(groups: list[dict], options: Sequence[MuonConfig]) -> bool:

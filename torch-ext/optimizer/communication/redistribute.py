@@ -1,17 +1,24 @@
 """Redistribution of DTensors to other placements. Collective over the mesh of the parameter.
 
 `to_parameter_placements`: a mismatched gradient. `place_like`: state of a checkpoint or of a
-parameter with new placements. `by_rows`: the DTensor of row-sharded state. Placements are named in
-params/layout.py and in this module only.
+parameter with new placements. `by_rows`: the DTensor of row-sharded state. `sharded_view`: the
+DTensor of a plain shard. Placements are named in params/layout.py and in this module only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, on_mesh_device
 from ..params.layout import _cut_by_torch, layout_of, this_rank, unsupported_sharding
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def to_parameter_placements(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -44,6 +51,51 @@ def by_rows(local: torch.Tensor, shape: tuple[int, ...], group: dist.ProcessGrou
     from torch.distributed.tensor import Shard
 
     return as_dtensor(local, shape, DeviceMesh.from_group(group, local.device.type), [Shard(0)])
+
+
+def sharded_view(
+    local: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int | None] = (0,), parts: int = 1
+) -> nn.Parameter:
+    """Return a DTensor parameter whose shard on this rank is the plain tensor `local`, in the same
+    memory: for tensor parallelism with plain tensors, as in Megatron. Copies and sends nothing.
+
+    mesh: the ranks that together hold the parameter. dims: for each axis of `mesh`, the dim that
+    the axis shards, or None for copies. parts: number of matrices that are fused along the dim of
+    the last axis, each of which the axis shards, such as 2 for gate and up. Shards have equal
+    shapes. A new `local.data` is the new shard. The gradient of the parameter must be a DTensor of
+    the same mesh and placements.
+
+    Raises ValueError for dims that `local` or `mesh` does not have, and for parts that do not
+    divide the shard.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    allowed = {None, *range(local.ndim)}
+    if len(dims) != mesh.ndim or not set(dims) <= allowed:
+        raise ValueError(
+            f"dims={tuple(dims)} is not allowed for a shard of shape {tuple(local.shape)} on a "
+            f"mesh of {mesh.ndim} axes: it must have a dim of the shard, or None, for each axis"
+        )
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    if parts != 1:
+        last = dims[-1]
+        if last is None or dims.count(last) > 1 or parts < 1 or local.shape[last] % parts:
+            raise ValueError(
+                f"parts={parts} is not allowed for a shard of shape {tuple(local.shape)} and "
+                f"dims={tuple(dims)}: the last axis alone must shard its dim, and parts must "
+                "divide the shard along this dim"
+            )
+        placements[-1] = _StridedShard(last, split_factor=parts)
+    sizes = dict.fromkeys(range(local.ndim), 1)
+    for axis, dim in enumerate(dims):
+        if dim is not None:
+            sizes[dim] *= mesh.size(axis)
+    shape = [n * sizes[dim] for dim, n in enumerate(local.shape)]
+    view = nn.Parameter(as_dtensor(local.detach(), shape, mesh, placements))
+    # Not a copy of the tensor's address: Megatron offloads by assigning to `data`
+    view._local_tensor = local
+    return view
 
 
 def place_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

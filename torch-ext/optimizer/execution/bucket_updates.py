@@ -208,8 +208,9 @@ class BoundUpdate(BucketUpdate):
         M, *sources = self._momentum_args(pieces, means)
         selected, members = self.selected_pieces.bind(pieces)
         U = whole_or(pieces, to, selected, members)
-        skip = self.store.skip(pieces)
-        pack = self.phases.pack(M, U, *sources, skip, self._groups(pieces), self._momentum_form)
+        form = self.store.skip(pieces), self._groups(pieces), self._momentum_form
+        squares = self.store.sums(pieces, self.bucket.route)
+        pack = self.phases.pack(M, U, *sources, *form, squares=squares)
         if not selected:
             return pack
         # Of replicas nothing is sent
@@ -270,6 +271,7 @@ class BoundUpdate(BucketUpdate):
         form = form_of(self.group)
         initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
         found = {"decay": form, "initial": initial, "momentum_form": self._momentum_form}
+        found["squares"] = self.store.sums(pieces, self.bucket.route, writes_weights=True)
         if is_stochastic(self.group):
             positions = self.store.positions(pieces)
             found["rounding"] = StochasticRounding(positions, self.store.keys)
@@ -314,6 +316,7 @@ class BoundUpdate(BucketUpdate):
             [stack if one is None else one.part for stack, one in zip(some, self.parts)]
             for some in (stacks.inputs, stacks.outputs)
         )
+        self.samples = self.store.samples(stacks.matrices, outputs)
         # Between the two all-to-alls the send buffer, and often the receive buffer, hold nothing:
         # Newton-Schulz uses both as scratch, see `RankPlan.workspace_layout`
         scratch = [self.memory[use] for use in ("scratch_a", "scratch_b", "gram_scratch")]
@@ -352,6 +355,8 @@ class BoundUpdate(BucketUpdate):
         for part in selected:
             part.select()
         self.iterate(constants.steps, constants.eps)
+        for sample in self.samples:
+            sample.measure()
         if self.phases.has_after:
             for stack, units, part in zip(self.stacks.outputs, self.units, self.parts):
                 if part is None:

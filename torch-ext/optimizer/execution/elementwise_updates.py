@@ -14,7 +14,7 @@ import torch
 
 from ..communication.all_to_all import Mean
 from ..kernels.elementwise.momentum import Copy, copy_torch
-from ..kernels.elementwise.multi_tensor import NUMBERS
+from ..kernels.elementwise.multi_tensor import NUMBERS, wide_copies, write_squares
 from ..params.dtensor import gradient_dtype
 from ..pipeline import BucketUpdate, Running, StepHook
 from ..planning.planner import Plan
@@ -52,6 +52,10 @@ class ElementwiseUpdate(BucketUpdate):
         self.weights = store.locals()
         self.states = [store.locals(key) for key in elementwise.state_keys_of(store.groups[0])]
         self.flags = flags_of(store, range(len(self.weights)))
+        # Rows of sums, and parts of the parameters that are stepped at a time; None: no sums
+        self.rows, self.parts = None, [slice(None)]
+        if store.collector is not None:
+            self.rows, self.parts = store.collector.of_params()
 
     def run(self, group: dict) -> Running:
         """Step all parameters."""
@@ -69,9 +73,17 @@ class ElementwiseUpdate(BucketUpdate):
     def step(self, group: dict) -> None:
         """Launch the kernels of the rule; flagged parameters keep weight and state."""
         store = self.store
-        elementwise.step_skipping_flagged(
-            self.flags, self.weights, store.gradients, self.states, group, store.scalars
-        )
+        if self.rows is None:
+            return elementwise.step_skipping_flagged(
+                self.flags, self.weights, store.gradients, self.states, group, store.scalars
+            )
+        for some in self.parts:
+            W, G = self.weights[some], store.gradients[some]
+            states = [tensors[some] for tensors in self.states]
+            flags = None if self.flags is None else self.flags[some]
+            old = wide_copies(W)
+            elementwise.step_skipping_flagged(flags, W, G, states, group, store.scalars)
+            write_squares(self.rows[some], old, W, states[0])
 
 
 class UnreducedElementwiseUpdate(OwnerUpdate):
@@ -99,6 +111,8 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         copies = [*views_like(lists, self.memory["until_apply"])]
         copies += [[step.clone() for step in some] for some in steps]
         W, *states = copies
+        # (rows of sums, weights, copies of weights, copies of the first average) of owned chunks
+        self.collected = self._bind_sums(owned, lists[0], W, states[0])
         # Weights, state and counts of the owner
         self.current = [*itertools.chain(*lists, *steps)]
         self.stepped = [*itertools.chain(*copies)]  # copies of `current`
@@ -116,6 +130,15 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         self.fill = Copy.of_gradients([self.to_owner.leave[p] for p in stored], sources, gradients)
         self.collect = Mean(self.to_owner, self.memory["mean"])
         return [self.collect.view(p) for p in owned]
+
+    def _bind_sums(self, owned: list[Piece], *lists: list[torch.Tensor]) -> tuple | None:
+        """Return (memory for the sums of `owned`, *lists); None if nothing is collected."""
+        collector = self.store.collector
+        if collector is None or not owned:
+            return None
+        sizes = [w.numel() for w in lists[0]]
+        squares = collector.of_pieces(owned, self.bucket.route, sizes)
+        return *squares.lay_out(None, len(owned), self.store.device), *lists
 
     def _bind_groups(self, owned: list[Piece], lists: list[list[torch.Tensor]]) -> list[tuple]:
         """Return arguments of `step_skipping_flagged` for each parameter group with owned chunks:
@@ -186,6 +209,9 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
 
     def apply(self, constants: object) -> None:
         """Write weights, state and step counts."""
+        if self.collected is not None:
+            rows, W, stepped, M = self.collected
+            write_squares(rows, wide_copies(W), stepped, M)
         copy_torch(self.current, self.stepped)
         elementwise.count_steps(*self.without_rows)
         copy_torch(*self.received)

@@ -7,17 +7,20 @@ gradient with placements different from the parameter's.
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..communication.redistribute import to_parameter_placements
-from ..kernels.elementwise.multi_tensor import Positions, Skip, Source
+from ..kernels.elementwise.multi_tensor import Positions, Skip, Source, Squares
+from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.quantized.blocks import BLOCK, block_count, is_quantized
 from ..kernels.quantized.momentum import QuantizedView
+from ..metrics.collector import Collector, OrthogonalitySample
 from ..params import errors
 from ..params.dtensor import (
     gradient_dtype,
@@ -29,6 +32,7 @@ from ..params.dtensor import (
 from ..params.layout import this_rank, zeros_with_placements
 from ..params.param_groups import clean_name
 from ..params.validation import check_gradients, gradient_of
+from ..planning.plan import Matrix
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
 from ..rules.rule import SCALE_KEY, host_constants
@@ -47,6 +51,8 @@ class PlanInputViews:
     flags: torch.Tensor | None = None  # fp32 non-finite flags of the whole step; None: no check
     # Parameter index -> index in `flags` of its first non-finite flag
     flag_offset: Mapping[int, int] = field(default_factory=dict)
+    # Matrices whose orthogonality is measured; None: the step collects no metrics
+    sampled: Collection[Matrix] | None = None
 
 
 class Store:
@@ -75,6 +81,10 @@ class Store:
         self.keys = inputs.keys
         self.flags = inputs.flags
         self.flag_offset = inputs.flag_offset
+        # Sums for `Muon.metrics`; None: nothing is collected
+        self.collector: Collector | None = None
+        if inputs.sampled is not None:
+            self.collector = Collector(plan, self.rank, inputs.sampled)
         self.splits = list(map(plan.split, range(len(plan.params))))
         # Indices of parameters whose gradients must be viewed as (O, I H W)
         self.flattened = [i for i, split in enumerate(self.splits) if split.view == "flatten"]
@@ -228,6 +238,23 @@ class Store:
             self._view(s, p) if first is None else s[first : first + p.shape[0]]
             for s, p, first in zip(locals_, pieces, first_rows)
         ]
+
+    def sums(
+        self, pieces: Sequence[Piece], route: str, writes_weights: bool = False
+    ) -> Squares | None:
+        """Memory for the sums of a launch over pieces, see `Collector.of_pieces`; None if nothing
+        is collected.
+        """
+        if self.collector is None:
+            return None
+        sizes = [math.prod(self.stored_shape(p)) for p in pieces] if writes_weights else None
+        return self.collector.of_pieces(pieces, route, sizes)
+
+    def samples(
+        self, matrices: Sequence[Sequence[Matrix]], outputs: Sequence[torch.Tensor | ScatteredRows]
+    ) -> list[OrthogonalitySample]:
+        """Matrices whose orthogonality is measured, see `Collector.samples`."""
+        return [] if self.collector is None else self.collector.samples(matrices, outputs)
 
     def positions(self, pieces: Sequence[Piece]) -> list[Positions]:
         """Number of each element of pieces of matrices: row-major in all matrices of its parameter,

@@ -43,8 +43,8 @@ from .bucket_updates import BucketInputs
 from .cuda_graphs import Graphs, release_before_groups
 from .elementwise_updates import BUCKET_UPDATES, ElementwiseUpdate, StatePlace
 from .fingerprint import StepFingerprint, memory_key
-from .param_store import PlanInputViews, Store
-from .step_inputs import InputBuffers, StepInputs
+from .param_store import Store
+from .step_inputs import InputBuffers, StepInputs, make_stores
 from .workspace import Workspace
 
 BucketTask = tuple[Store, dict, Bucket, RankPlan]  # the dict: the live parameter group
@@ -254,8 +254,8 @@ GRADIENTS_MOVED = (
     "AdamW's step is not replayed, since gradients lie elsewhere or a number other than lr changed"
 )
 PARAMETERS_CHANGED = (
-    "the step is not replayed, since parameters, their memory or the form of gradients changed or "
-    "a gradient is missing"
+    "the step is not replayed, since parameters, their memory, the form of gradients or "
+    "collect_metrics changed or a gradient is missing"
 )
 
 
@@ -314,13 +314,15 @@ class Preparation:
         own: Sequence[MuonConfig],
         compared: MuonConfig,
         scaled: bool,
+        collects: bool,
         hook: StepHook | None,
     ) -> None:
         """Plan if parameters or placements changed, bind if memory or the form of gradients did.
 
         `options`: of the optimizer. `own`: of each parameter group. `compared`: the options for the
         comparison of ranks, with `unscale_in_step` resolved. `scaled`: a GradScaler decides about
-        the step. `hook`: is told of state that moves, and of written buckets.
+        the step. `collects`: the step collects metrics. `hook`: is told of state that moves, and of
+        written buckets.
         """
         self.place.wait()
         check_changed_groups(groups, own)
@@ -344,20 +346,20 @@ class Preparation:
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
         self.place.pack(plans, state, device_of(groups))
-        key = *memory_key(params, state, groups), scaled
+        key = *memory_key(params, state, groups), scaled, collects
         if key != self._memory_key:
             forms = [form_of(p) for p in params]
             self.forget_memory()  # if binding fails
             # A parameter was cast, or placed otherwise, in place: plan again
             if self._param_forms not in (None, forms):
                 self.drop_plans(options)
-                return self.prepare(groups, state, options, own, compared, scaled, hook)
+                return self.prepare(groups, state, options, own, compared, scaled, collects, hook)
             nonfinite = "raise" if scaled else options.nonfinite
-            self._bind_plans(plans, state, options, nonfinite, groups, own, hook)
+            self._bind_plans(plans, state, options, nonfinite, groups, own, collects, hook)
             self._memory_key = key
             self._param_forms = forms
         # After planning, which may create state
-        self.fingerprint = StepFingerprint(groups, state, scaled)
+        self.fingerprint = StepFingerprint(groups, state, scaled, collects)
 
     def _bind_plans(
         self,
@@ -367,9 +369,10 @@ class Preparation:
         nonfinite: str,
         groups: Sequence[dict],
         own: Sequence[MuonConfig],
+        collects: bool,
         hook: StepHook | None,
     ) -> None:
-        """Replace `bound`. `nonfinite`: as in `Muon`. `groups`, `own`, `hook`: as in `prepare`."""
+        """Replace `bound`. `nonfinite`: as in `Muon`. Further arguments as in `prepare`."""
         device = device_of(groups)
         self.bound.missing.wait()
         self.graphs.warn_once(PARAMETERS_CHANGED)
@@ -385,6 +388,7 @@ class Preparation:
             hook,
             groups,
             own,
+            collects,
             self.place,
         )
         if options.capturable and self.graphs.on:
@@ -475,11 +479,13 @@ class BoundStep:
         hook: StepHook | None = None,
         groups: Sequence[dict] = (),
         own: Sequence[MuonConfig] = (),
+        collects: bool = False,
         place: StatePlace | None = None,
     ) -> None:
         """`graphs`: (of `jobs`, of `adamw_jobs`). `nonfinite`: as in `Muon`. `hook`: the last of
         `hooks`, and told of written buckets. `groups`: live parameter groups. `own`: options of
-        each group. `place`: of state. Raises RuntimeError for a parameter whose memory was freed.
+        each group. `collects`: metrics are collected. `place`: of state. Raises RuntimeError for a
+        parameter whose memory was freed.
         """
         self.jobs: list[Job] = []  # in the order of the pipeline
         # With capturable=True: AdamW where parameters are stored, in a CUDA graph of its own,
@@ -490,9 +496,10 @@ class BoundStep:
         device = local_of(plans[0].params[0]).device if plans else torch.device("cpu")
         buffers = InputBuffers(plans, flag_counts(plans), device)
         flags = None if nonfinite == "propagate" else FlagBuffers(plans, device)
+        self.collects = collects
         place = place or StatePlace()
         place.begin(device)
-        self.stores = _make_stores(plans, state, buffers, flags, place)  # one for each plan
+        self.stores = make_stores(plans, state, buffers, flags, collects, place.store)
         self.counting = [group for group in groups if STEPS_KEY in group]
         # Even without parameters on this rank: the check is collective, and other ranks may have
         # some
@@ -553,35 +560,6 @@ def _all_told(*hooks: StepHook | None) -> Callable[[BucketUpdate], None] | None:
             written(update)
 
     return told[0] if len(told) == 1 else tell
-
-
-def _make_stores(
-    plans: Sequence[Plan],
-    state: dict | None,
-    buffers: InputBuffers,
-    flags: FlagBuffers | None,
-    place: StatePlace,
-) -> list[Store]:
-    """A store for each plan. Raises RuntimeError for a parameter whose memory was freed, or whose
-    strides have changed so that its split cannot view them.
-    """
-    for plan in plans:
-        for number, p in enumerate(plan.params):
-            plan.check_strides(number)
-            if p.numel() and local_of(p).numel() and not local_of(p).untyped_storage().nbytes():
-                raise RuntimeError(
-                    f"parameter {plan.names[number]} has no memory: it was freed, and has to "
-                    "be materialized again before the step"
-                )
-    of_plans = [()] * len(plans)  # (flags, first flag of each parameter) of each plan
-    if flags is not None:
-        of_plans = [(flags.flags, offset) for offset in flags.flag_offset]
-    return [
-        place.store(plan, state, PlanInputViews(*views, *flags_of))
-        for plan, *views, flags_of in zip(
-            plans, buffers.addresses, buffers.scalars, buffers.keys, of_plans
-        )
-    ]
 
 
 def _bind(

@@ -217,16 +217,21 @@ def clip_of(given: object, model: nn.Module) -> object:
 
 
 @contextlib.contextmanager
-def in_config_terms(where: str, is_muon: bool = True) -> Iterator[None]:
+def in_config_terms(
+    where: str, is_muon: bool = True, called: Mapping[str, str] | None = None
+) -> Iterator[None]:
     """A context manager that prefixes errors raised inside with `where`, and names arguments as
-    the config does. `is_muon`: `eps` is that of matrices, not Adam's.
+    the config does. `is_muon`: `eps` is that of matrices, not Adam's. `called`: {argument: key} of
+    another config than `MuonFactory`'s.
     """
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except (ValueError, TypeError, NotImplementedError) as error:
-        called = {argument: key for key, argument in CALLED.items() if is_muon or key != "ns_eps"}
+        if called is None:
+            names = {key for key in CALLED if is_muon or key != "ns_eps"}
+            called = {CALLED[key]: key for key in names}
         words = re.compile(rf"\b({'|'.join(called)})\b(?!\.)")
         text = words.sub(lambda found: called[found.group()], str(error))
         # Not translated twice by a context around this one

@@ -18,7 +18,16 @@ from typing import Any
 import torch
 
 from ..kernels.elementwise.momentum import MomentumForm, Pack, copy_torch, gradients_or_momenta
-from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
+from ..kernels.elementwise.multi_tensor import (
+    NUMBERS,
+    Skip,
+    Source,
+    Squares,
+    rows_of,
+    wide_copies,
+    write_momentum_squares,
+    write_squares,
+)
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
@@ -56,13 +65,16 @@ class Phases:
         self.has_after = overrides(rule, "after")
         self.has_update = overrides(rule, "update")
 
-    def pack(self, *arguments: Any) -> Pack | PackByRule | QuantizedMomentum:
+    def pack(
+        self, *arguments: Any, squares: Squares | None = None
+    ) -> Pack | PackByRule | QuantizedMomentum:
         """Bind phase 1; arguments of `Pack`."""
         if self.is_8bit:
-            return QuantizedMomentum(*arguments, signs=sends_signs(self.group))
+            signs = sends_signs(self.group)
+            return QuantizedMomentum(*arguments, signs=signs, squares=squares)
         if not self.has_update:
-            return Pack(*arguments, signs=sends_signs(self.group))
-        return PackByRule(self._update, *arguments)
+            return Pack(*arguments, signs=sends_signs(self.group), squares=squares)
+        return PackByRule(self._update, *arguments, squares=squares)
 
     def weight_update(
         self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **forms: Any
@@ -76,7 +88,14 @@ class Phases:
             return self._weight_update(sent, *arguments, **forms)
         # Refuses "feedback", with which M depends on O
         momentum = QuantizedMomentum(
-            M, None, sources, gradients, skip, groups, forms["momentum_form"]
+            M,
+            None,
+            sources,
+            gradients,
+            skip,
+            groups,
+            forms["momentum_form"],
+            squares=forms.get("squares"),
         )
         update = self._weight_update(sent, W, O, scales, skip, None, (), (), groups, **forms)
         return UpdateWithMomentum(update, momentum)
@@ -99,7 +118,8 @@ class Phases:
             return WeightUpdate(*arguments, **forms, **factors)
         if not writes_weights(rule):
             return WeightUpdate(*arguments, **forms)
-        return WeightUpdateByRule(self._write, self._update, sent, *arguments)
+        squares = forms.get("squares")
+        return WeightUpdateByRule(self._write, self._update, sent, *arguments, squares=squares)
 
     def _update(
         self, G: torch.Tensor, M: torch.Tensor, group: int
@@ -209,6 +229,7 @@ class PackByRule:
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
         form: MomentumForm = "ema",
+        squares: Squares | None = None,
     ) -> None:
         """Arguments of `Pack`, after `update`. `form` is "ema": validation refuses "sum" and
         "bias_corrected", and "feedback" is of rules without an `update`.
@@ -219,6 +240,8 @@ class PackByRule:
         self.sources = list(sources)
         self.skip = skip
         self.groups = list(groups or [0] * len(self.M))
+        self.squares = squares
+        self.rows = rows_of(squares, None, len(self.M), self.M[0].device if self.M else None)
 
     def __call__(
         self,
@@ -231,8 +254,11 @@ class PackByRule:
         """Write U and, with `update_momentum`, M, as `Pack`. `addresses`, `weight` and `nesterov`
         are not read: `update` knows its numbers.
         """
-        if not in_dry_run():
-            write_updates(self, tensors, self.U, update_momentum)
+        if in_dry_run():
+            return
+        write_updates(self, tensors, self.U, update_momentum)
+        if self.squares is not None:
+            write_momentum_squares(*self.rows, self.M, update_momentum)
 
 
 def write_updates(
@@ -273,6 +299,7 @@ class WeightUpdateByRule:
         sources: Sequence[Source] = (),
         gradients: Sequence[torch.Tensor] = (),
         groups: Sequence[int] | None = None,
+        squares: Squares | None = None,
     ) -> None:
         """Arguments of `WeightUpdate`, after `write`, `update` and the numbers `sent` for each
         rectangle.
@@ -287,6 +314,8 @@ class WeightUpdateByRule:
         self.M = M
         self.sources = sources
         self.groups = list(groups or [0] * len(self.W))
+        self.squares = squares
+        self.rows = rows_of(squares, None, len(self.W), self.W[0].device if self.W else None)
 
     def __call__(
         self,
@@ -301,12 +330,16 @@ class WeightUpdateByRule:
         """
         if in_dry_run():
             return
-        if self.M is not None and update_momentum:
+        writes_momenta = self.M is not None and update_momentum
+        if writes_momenta:
             write_updates(self, tensors, (), True)
+        old = [] if self.squares is None else wide_copies(self.W)
         for i, (w, o) in enumerate(zip(self.W, self.O)):
             wide = w.float()
             new = self.write(wide, o.float(), self.scales[i], self.sent[i], self.groups[i])
             w.copy_(new if self.skip is None else torch.where(self.skip.is_updated(i), new, wide))
+        if self.squares is not None:
+            write_squares(*self.rows, old, self.W, self.M if writes_momenta else None)
 
 
 class SelectedStack:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import itertools
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from ...kernels.elementwise.momentum import Copy, copy_torch
+from ...kernels.elementwise.multi_tensor import wide_copies, write_squares
 from ...kernels.elementwise.weight_update import TO_INITIAL
 from ...pipeline import BucketUpdate
 from ...planning.rank_plan import Piece, sent_piece
@@ -175,7 +177,9 @@ class OffloadedState:
             (Part(self.store.memory, views, writes), lambda cuts=cuts: bind(cuts))
             for cuts, views in cut(self.store, pieces, keys, not selects)
         ]
-        return [InParts(self.store, parts, binds_once=selects)] if parts else []
+        # Elements are counted when launches are bound
+        once = selects or self.store.collector is not None
+        return [InParts(self.store, parts, binds_once=once)] if parts else []
 
 
 def _means_of(cuts: Sequence[Cut], means: Means | None) -> Means | None:
@@ -298,9 +302,12 @@ class OffloadedElementwiseUpdate(ElementwiseUpdate):
             if "step" in self.keys and at is not None and at.start > 0
         }
         at_home = [m for m in members if not self._host_views(m)]
-        self.at_home = self._bind(at_home, None) if at_home else None
         away = [m for m in members if self._host_views(m)]
-        self.launch = InParts(store, list(self._parts(away)))
+        self.rows = None  # of sums for metrics, of each of `at_home` and `away`; None: no sums
+        if store.collector is not None and members:
+            self.rows = store.collector.of_parts([i for i, _ in at_home + away])
+        self.at_home = self._bind(at_home, None, 0) if at_home else None
+        self.launch = InParts(store, self._parts(away, len(at_home)))
 
     def _members(self, number: int) -> list[Member]:
         """Cut a parameter whose state is larger than a slot."""
@@ -319,13 +326,16 @@ class OffloadedElementwiseUpdate(ElementwiseUpdate):
         views = [_elements(self.states[key][member[0]], member) for key in self.averages]
         return list(filter(self.store.memory.holds, views))
 
-    def _parts(self, members: Sequence[Member]) -> list[tuple[Part, Callable[[], Launch]]]:
-        """The parts of members, each with the function that binds it."""
+    def _parts(
+        self, members: Sequence[Member], first: int
+    ) -> list[tuple[Part, Callable[[], Launch]]]:
+        """The parts of members, each with the function that binds it. `first`: row of the first."""
         found = []
         for some in self._together(members):
             views = [view for member in some for view in self._host_views(member)]
             part = Part(self.store.memory, views)
-            found.append((part, lambda some=some, part=part: self._bind(some, part)))
+            found.append((part, partial(self._bind, some, part, first)))
+            first += len(some)
         return found
 
     def _together(self, members: Sequence[Member]) -> list[list[Member]]:
@@ -341,17 +351,23 @@ class OffloadedElementwiseUpdate(ElementwiseUpdate):
             nbytes += more
         return parts
 
-    def _bind(self, members: Sequence[Member], part: Part | None) -> Launch:
-        """Bind the step of some members. `part`: None if no state of them is offloaded."""
+    def _bind(self, members: Sequence[Member], part: Part | None, first: int) -> Launch:
+        """Bind the step of some members. `part`: None if no state of them is offloaded. `first`:
+        row of the first.
+        """
         store = self.store
         flags = flags_of(store, [i for i, _ in members])
+        rows = None if self.rows is None else self.rows[first : first + len(members)]
         W = [_elements(self.weights[i], (i, at)) for i, at in members]
         states = [[self._state(key, member, part) for member in members] for key in self.keys]
 
         def step(group: Mapping) -> None:
             """Step the members."""
             G = [_elements(store.gradients[i], (i, at)) for i, at in members]
+            old = [] if rows is None else wide_copies(W)
             elementwise.step_skipping_flagged(flags, W, G, states, group, store.scalars)
+            if rows is not None:
+                write_squares(rows, old, W, states[0])
 
         return step
 

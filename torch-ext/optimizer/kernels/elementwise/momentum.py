@@ -16,15 +16,19 @@ from .multi_tensor import (
     NUMBERS,
     Skip,
     Source,
+    Squares,
     bind,
     element_pointers,
     gradient_address,
     group_offset,
     groups_of,
     locate,
+    rows_of,
     run,
     skips_of,
+    total_square,
     unskipped,
+    write_momentum_squares,
 )
 
 tl = None  # Triton's language, put here by jit
@@ -56,6 +60,7 @@ class Pack:
         groups: Sequence[int] | None = None,
         form: MomentumForm = "ema",
         signs: bool = False,
+        squares: Squares | None = None,
     ):
         """Bind M and U: lists of 2-D views with equal shapes, at fixed addresses. `groups`: number
         of the parameter group of each rectangle; None: group 0.
@@ -63,6 +68,8 @@ class Pack:
         `sources`: place of each rectangle in the gradients. `gradients`: examples with the dtypes
         and the alignment of all later gradients. M, U and the gradients may each be fp32, bf16 or
         fp16. Rectangles of `skip` keep M, and U gets M: results computed from U stay finite.
+        `squares`: the sums of M are filled by each call, but not with "feedback", where M is never
+        written; None: no sums are made.
         """
         self.M = list(M)
         self.U = list(U)
@@ -74,6 +81,9 @@ class Pack:
         self.signs = signs
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
         self.groups = groups_of(groups, self.launches)
+        self.squares = None if form == "feedback" else squares
+        device = M[0].device if M else None
+        self.rows = rows_of(self.squares, self.launches, len(M), device)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
 
@@ -110,9 +120,11 @@ class Pack:
                 pack_torch(self.M, self.U, gradients, weights, nesterov, update_momentum, mixes)
             for u in self.U if self.signs else ():
                 u.copy_(torch.where(u > 0, 1.0, torch.where(u < 0, -1.0, u)))
+            if self.squares is not None:
+                write_momentum_squares(*self.rows, self.M, update_momentum)
             return
-        for launch, (flags, places, skips), (groups, grouped) in zip(
-            self.launches, self.skips, self.groups
+        for launch, (flags, places, skips), (groups, grouped), rows in zip(
+            self.launches, self.skips, self.groups, self.rows
         ):
             run(
                 _pack_kernel,
@@ -122,6 +134,7 @@ class Pack:
                 flags,
                 places,
                 groups,
+                rows,
                 int(update_momentum),
                 NESTEROV=nesterov,
                 SKIPS=skips,
@@ -130,6 +143,7 @@ class Pack:
                 CORRECTED=self.form == "bias_corrected",
                 FEEDBACK=self.form == "feedback",
                 SIGNS=self.signs,
+                COLLECTS=self.squares is not None,
             )
 
 
@@ -230,6 +244,7 @@ def _pack_kernel(
     flags,
     places,
     groups,
+    squares,
     update_momentum,
     NESTEROV: tl.constexpr,
     SKIPS: tl.constexpr,
@@ -238,6 +253,7 @@ def _pack_kernel(
     CORRECTED: tl.constexpr,
     FEEDBACK: tl.constexpr,
     SIGNS: tl.constexpr,
+    COLLECTS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -251,7 +267,7 @@ def _pack_kernel(
     SUMS: M is a sum. FEEDBACK: only U is written. CORRECTED: y is the weight of G in Nesterov's U.
     SIGNS: write signs of U.
     `flags`, `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if
-    GROUPED only.
+    GROUPED only. `squares`: a row of `Squares` for each program; written if COLLECTS only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     m_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
@@ -270,7 +286,11 @@ def _pack_kernel(
         # A rectangle that is skipped: M stays, and U becomes M
         stepped = unskipped(inside, blocks, flags, places) if SKIPS else inside
         m = tl.where(stepped, m * mu + g, m)
-        tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
+        written = tl.where(update_momentum != 0, inside, False)
+        tl.store(m_at, m.to(TYPE_0), mask=written)
+        if COLLECTS:
+            square = total_square(m.to(TYPE_0).to(tl.float32), written, ACCESS)
+            tl.store(squares + tl.program_id(0).to(tl.int64) * 3 + 2, square)
         if NESTEROV:
             m = tl.where(stepped, m * mu + g, m)
     else:
@@ -279,7 +299,11 @@ def _pack_kernel(
         at = weight + group_offset(blocks, groups, GROUPED)
         rest = tl.load(at)
         m += rest * (g - m)
-        tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
+        written = tl.where(update_momentum != 0, inside, False)
+        tl.store(m_at, m.to(TYPE_0), mask=written)
+        if COLLECTS:
+            square = total_square(m.to(TYPE_0).to(tl.float32), written, ACCESS)
+            tl.store(squares + tl.program_id(0).to(tl.int64) * 3 + 2, square)
         if NESTEROV:
             if CORRECTED:
                 rest = tl.load(at + 4)

@@ -6,7 +6,7 @@ kernel over the table. Gradients are new tensors at every step: a record holds t
 to the gradient (`Source`), and a launch gets the gradients' addresses.
 
 Kernels call the jit functions at the end of the file: `locate`, `element_pointers`,
-`gradient_address`, `unskipped`, `group_offset`.
+`gradient_address`, `unskipped`, `group_offset`, `total_square`.
 
 Layout of a record (int64): rows, columns, then (address, stride of rows, stride of columns) for
 each list, then, for tables with gradients, the number of the gradient. Strides count elements. A
@@ -112,6 +112,98 @@ class Skip:
         """Return (flags, index of the flag of each record of `launch`, int64), on the device."""
         places = torch.tensor(self.places, dtype=torch.int64, device="cpu")[launch.origins.cpu()]
         return self.flags, places.to(self.flags.device)
+
+
+# Columns of `Squares`
+UPDATE, WEIGHT, MOMENTUM = 0, 1, 2
+
+
+class Squares:
+    """Sums of squares that launches over the same rectangles make as they go: of the update of the
+    weight, of the new weight and of the new momentum, all as stored.
+
+    A kernel writes a row for each of its programs, and torch a row for each rectangle, in every
+    launch and always at the same place: nothing is zeroed, and nothing is added up in a step. The
+    sum of a momentum comes from the launch that writes it, and is 0 in all others.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[torch.Tensor] = []  # of each launch, (programs, 3) fp32 on the device
+        self.origins: list[torch.Tensor] = []  # rectangle of each row, int64 on the CPU
+
+    def lay_out(
+        self, launches: Sequence[Launch] | None, count: int, device: torch.device
+    ) -> list[torch.Tensor]:
+        """Take memory for the programs of further `launches`; None: for `count` rectangles in
+        torch. Return the rows of each launch.
+        """
+        origins = [torch.arange(count, device="cpu")]
+        if launches is not None:
+            origins = [one.origins[one.blocks[:, 0].cpu()] for one in launches]
+        rows = [torch.zeros(len(of), 3, device=device) for of in origins]
+        self.origins += origins
+        self.rows += rows
+        return rows
+
+    def totals(self, count: int) -> torch.Tensor:
+        """Return the sums of each of `count` rectangles, fp64 (count, 3) on the device. Something
+        has been laid out.
+        """
+        total = self.rows[0].new_zeros(count, 3, dtype=torch.float64)
+        for rows, origins in zip(self.rows, self.origins):
+            total.index_add_(0, origins.to(rows.device), rows.double())
+        return total
+
+
+def rows_of(
+    squares: Squares | None, launches: Sequence[Launch] | None, count: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Lay out `squares` for launches over `count` rectangles; return the rows that each launch
+    writes, or torch. Without sums the rows are placeholders, never written by the kernel.
+    """
+    if squares is None:
+        return [launch.records for launch in launches or ()]
+    return squares.lay_out(launches, count, device)
+
+
+def write_squares(
+    rows: torch.Tensor,
+    old: Sequence[torch.Tensor],
+    W: Sequence[torch.Tensor],
+    M: Sequence[torch.Tensor] | None,
+) -> None:
+    """Write `rows` of `Squares` in torch, one for each rectangle. `old`: `wide_copies` of the
+    weights before the step, overwritten. `M`: None if the launch writes no momentum.
+    """
+    tensors = [*old, *W, *(M or ())]
+    if not tensors:
+        return
+    torch._foreach_sub_(list(old), list(W))
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    squares = torch.stack(torch._foreach_norm(tensors, 2, wide)).square_().view(-1, len(W)).T
+    rows[:, : squares.shape[1]].copy_(squares)
+    if M is None:
+        rows[:, MOMENTUM].zero_()
+
+
+def write_momentum_squares(
+    rows: torch.Tensor, M: Sequence[torch.Tensor], are_new: bool = True
+) -> None:
+    """Write the sums of momenta to `rows` of `Squares` in torch; 0 unless the launch has written
+    the momenta.
+    """
+    if not are_new:
+        rows[:, MOMENTUM].zero_()
+    elif M:
+        norms = torch._foreach_norm(M, 2, torch.float32)
+        rows[:, MOMENTUM].copy_(torch.stack(norms).square_())
+
+
+def wide_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies in fp32; of fp64 in fp64."""
+    return [
+        t.clone() if t.dtype == torch.float64 else t.to(torch.float32, copy=True) for t in tensors
+    ]
 
 
 def skips_of(skip: Skip | None, launches: Sequence[Launch] | None) -> list[tuple]:
@@ -360,6 +452,15 @@ def element_numbers(record, row, column, LIST: tl.constexpr, ACCESS: tl.constexp
     if ACCESS != 2:  # of several rows
         numbers += row * tl.load(field + 1)
     return numbers
+
+
+@jit
+def total_square(values, inside, ACCESS: tl.constexpr):
+    """Return the sum of the squares of `values`, fp32, where `inside`."""
+    squares = tl.where(inside, values * values, 0.0)
+    if ACCESS == 1:  # VECTORS: a tile of two dims
+        squares = tl.sum(squares, axis=1)
+    return tl.sum(squares, axis=0)
 
 
 @jit

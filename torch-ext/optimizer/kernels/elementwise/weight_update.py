@@ -15,6 +15,7 @@ from .multi_tensor import (
     Positions,
     Skip,
     Source,
+    Squares,
     bind,
     element_numbers,
     element_pointers,
@@ -22,9 +23,13 @@ from .multi_tensor import (
     group_offset,
     groups_of,
     locate,
+    rows_of,
     run,
     skips_of,
+    total_square,
     unskipped,
+    wide_copies,
+    write_squares,
 )
 from .norms import BLOCK, OPTIONS, TILE, Groups, inverse, new, number_of, total_of
 from .row_scattered import ScatteredMatrices, matrix_at, memory_of_matrices
@@ -81,6 +86,7 @@ class WeightUpdate:
         factors: Sequence[torch.Tensor] = (),
         keeps: Sequence[torch.Tensor] = (),
         rounding: StochasticRounding | None = None,
+        squares: Squares | None = None,
     ):
         """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
 
@@ -91,7 +97,8 @@ class WeightUpdate:
         TO_INITIAL. `initial`: W0 with TO_INITIAL, of equal shapes. `momentum_form`: of M, as in
         `Pack`. `factors` of O: (rows, 1) or (1, 1) for each rectangle, all of a kind, contiguous,
         fp32, at fixed addresses. `keeps`: factors of W likewise, (1, 1): then `decay` has no
-        effect. `rounding`: None rounds to nearest; else all weights are bf16.
+        effect. `rounding`: None rounds to nearest; else all weights are bf16. `squares`: filled by
+        each call; None: no sums are made.
         """
         self.rounding = rounding
         self.W = list(W)
@@ -116,6 +123,8 @@ class WeightUpdate:
             keep_rows = self.factors_of == OF_ROWS
             places = () if M is None else (sources, gradients)
             self.launches = bind(lists, *places, keep_rows=keep_rows)
+        self.squares = squares
+        self.rows = rows_of(squares, self.launches, len(W), self.scales.device)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.W)]
@@ -151,23 +160,9 @@ class WeightUpdate:
         if not self.W:
             return
         if self.launches is None:
-            if self.M is not None and update_momentum:
-                self._update_momenta(tensors, weight)
-            return weight_update_torch(
-                self.W,
-                self.O,
-                self.scales,
-                factors,
-                self.group_offsets,
-                self.skip,
-                self.decay,
-                self.initial,
-                self.factors,
-                self.keeps,
-                self.rounding,
-            )
-        for launch, scales, sent, (flags, places, skips), (groups, grouped) in zip(
-            self.launches, self.scales_of, self.sent_of, self.skips, self.groups
+            return self._call_torch(factors, tensors, weight, update_momentum)
+        for launch, scales, sent, (flags, places, skips), (groups, grouped), rows in zip(
+            self.launches, self.scales_of, self.sent_of, self.skips, self.groups, self.rows
         ):
             run(
                 _update_kernel,
@@ -181,6 +176,7 @@ class WeightUpdate:
                 places,
                 groups,
                 launch.records if self.rounding is None else self.rounding.keys,
+                rows,
                 int(update_momentum),
                 MOMENTA=self.M is not None,
                 SKIPS=skips,
@@ -190,7 +186,36 @@ class WeightUpdate:
                 FACTORS=self.factors_of,
                 ROUNDS=self.rounding is not None,
                 FEEDBACK=self.momentum_form == "feedback",
+                COLLECTS=self.squares is not None,
             )
+
+    def _call_torch(
+        self,
+        factors: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        weight: torch.Tensor | None,
+        update_momentum: bool,
+    ) -> None:
+        """Compute the call in torch, with the bits of the kernel."""
+        writes_momenta = self.M is not None and update_momentum
+        if writes_momenta:
+            self._update_momenta(tensors, weight)
+        old = [] if self.squares is None else wide_copies(self.W)
+        weight_update_torch(
+            self.W,
+            self.O,
+            self.scales,
+            factors,
+            self.group_offsets,
+            self.skip,
+            self.decay,
+            self.initial,
+            self.factors,
+            self.keeps,
+            self.rounding,
+        )
+        if self.squares is not None:
+            write_squares(*self.rows, old, self.W, self.M if writes_momenta else None)
 
     def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
         """Write M in torch, with the bits of the kernel. Arguments as for `__call__`."""
@@ -377,6 +402,7 @@ def _update_kernel(
     places,
     groups,
     keys,
+    squares,
     update_momentum,
     MOMENTA: tl.constexpr,
     SKIPS: tl.constexpr,
@@ -386,6 +412,7 @@ def _update_kernel(
     FACTORS: tl.constexpr,
     ROUNDS: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    COLLECTS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -403,7 +430,7 @@ def _update_kernel(
     (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS, FEEDBACK: form of M.
     `update_momentum`: 0 leaves M alone. `flags`, `places`: see `unskipped`; read if SKIPS only.
     `groups`: see `group_offset`; read if GROUPED only. `keys`: int64, one for each group; read if
-    ROUNDS only.
+    ROUNDS only. `squares`: a row of `Squares` for each program; written if COLLECTS only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
@@ -416,10 +443,13 @@ def _update_kernel(
         else:
             sent_factor = tl.load(factor_at)
         factor = sent_factor if DECAY == 3 else factor * sent_factor
+    stored = inside
     if SKIPS:
         inside = unskipped(inside, blocks, flags, places)
+    if not COLLECTS:  # else sums need the values of skipped rectangles, too
+        stored = inside
     w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
-    w = tl.load(w_at, mask=inside).to(tl.float32)
+    w = tl.load(w_at, mask=stored).to(tl.float32)
     o = tl.load(element_pointers(record, row, column, 1, TYPE_1, 0, ACCESS), mask=inside).to(
         tl.float32
     )
@@ -433,7 +463,12 @@ def _update_kernel(
             g_at = element_pointers(record, row, column, 4, TYPE_4, g_base, ACCESS)
         else:
             g_at = element_pointers(record, row, column, 3, TYPE_3, g_base, ACCESS)
-        m = tl.load(m_at, mask=written).to(tl.float32)
+        if COLLECTS:
+            counted = tl.where(update_momentum != 0, stored, False)
+            m = tl.load(m_at, mask=counted).to(tl.float32)
+        else:
+            m = tl.load(m_at, mask=written).to(tl.float32)
+        old_m = m
         if FEEDBACK:
             g = tl.load(g_at, mask=written).to(tl.float32)
             m = g * tl.load(weight + group) + m
@@ -445,6 +480,11 @@ def _update_kernel(
         else:
             m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
         tl.store(m_at, m.to(TYPE_2), mask=written)
+        if COLLECTS:
+            new_m = tl.where(written, m.to(TYPE_2).to(tl.float32), old_m)
+            momentum_square = total_square(new_m, counted, ACCESS)
+    elif COLLECTS:
+        momentum_square = 0.0
     if DECAY == 3:  # BY_FACTORS
         keep = tl.load(tl.load(sent + 2 * number + 1).to(tl.pointer_type(tl.float32)))
         new = w * keep - o * factor
@@ -465,6 +505,12 @@ def _update_kernel(
         numbers = element_numbers(record, row, column, LIST, ACCESS)
         new = _rounded(new, numbers, tl.load(keys + group // 12))  # 12: NUMBERS
     tl.store(w_at, new.to(TYPE_0), mask=inside)
+    if COLLECTS:
+        new = tl.where(inside, new.to(TYPE_0).to(tl.float32), w)
+        squares_at = squares + tl.program_id(0).to(tl.int64) * 3
+        tl.store(squares_at, total_square(new - w, stored, ACCESS))
+        tl.store(squares_at + 1, total_square(new, stored, ACCESS))
+        tl.store(squares_at + 2, momentum_square)
 
 
 @jit

@@ -23,14 +23,18 @@ from ..elementwise.multi_tensor import (
     Launch,
     Skip,
     Source,
+    Squares,
     _access,
     element_pointers,
     gradient_address,
     group_offset,
     groups_of,
+    rows_of,
     run,
     skips_of,
+    total_square,
     unskipped,
+    write_momentum_squares,
 )
 from ..launch.jit import jit
 from .blocks import BLOCK, block_count, dequantize, dequantized_tile, quantize, quantized_tile
@@ -60,6 +64,7 @@ class QuantizedMomentum:
         groups: Sequence[int] | None = None,
         form: MomentumForm = "ema",
         signs: bool = False,
+        squares: Squares | None = None,
     ):
         """Arguments of `Pack`. `U`: None for calls that write M only, in which "bias_corrected" is
         "ema" and `signs` have no effect. Raises NotImplementedError for "feedback", with which M
@@ -86,6 +91,9 @@ class QuantizedMomentum:
         self.signs = signs
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
         self.groups = groups_of(groups, self.launches)
+        self.squares = squares
+        device = self.M[0].values.device if self.M else None
+        self.rows = rows_of(squares, self.launches, len(self.M), device)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
 
@@ -106,8 +114,8 @@ class QuantizedMomentum:
             for i in range(len(self.M)):
                 self._call_torch(i, tensors, weight, nesterov, update_momentum)
             return
-        for launch, (flags, places, skips), (groups, grouped) in zip(
-            self.launches, self.skips, self.groups
+        for launch, (flags, places, skips), (groups, grouped), rows in zip(
+            self.launches, self.skips, self.groups, self.rows
         ):
             run(
                 _momentum_kernel,
@@ -117,6 +125,7 @@ class QuantizedMomentum:
                 flags,
                 places,
                 groups,
+                rows,
                 int(update_momentum),
                 NESTEROV=nesterov,
                 SKIPS=skips,
@@ -126,7 +135,13 @@ class QuantizedMomentum:
                 SIGNS=self.signs,
                 TO_U=self.writes_updates,
                 LENGTH=BLOCK,
+                COLLECTS=self.squares is not None,
             )
+
+    def clear_sums(self) -> None:
+        """Write sums of 0: M is written, and its squares are added up, by another launch."""
+        for rows in self.rows if self.squares is not None else ():
+            rows.zero_()
 
     def _call_torch(
         self,
@@ -154,6 +169,9 @@ class QuantizedMomentum:
         if update_momentum:
             for kept, found in zip((values, scales), quantize(new)):
                 kept.copy_(self._unless_skipped(i, found, kept))
+        if self.squares is not None:
+            stored = dequantize(values, scales)
+            write_momentum_squares(self.rows[0][i : i + 1], [stored], update_momentum)
 
     def _unless_skipped(self, i: int, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         """Return `new`, or `old` if rectangle `i` is skipped."""
@@ -181,6 +199,8 @@ class UpdateWithMomentum:
         """Write W and, with `update_momentum`, M. Arguments of `WeightUpdate.__call__`."""
         if update_momentum:
             self.momentum(tensors, addresses, weight, False)
+        else:
+            self.momentum.clear_sums()
         self.update(factors)
 
 
@@ -268,6 +288,7 @@ def _momentum_kernel(
     flags,
     places,
     groups,
+    squares,
     update_momentum,
     NESTEROV: tl.constexpr,
     SKIPS: tl.constexpr,
@@ -277,6 +298,7 @@ def _momentum_kernel(
     SIGNS: tl.constexpr,
     TO_U: tl.constexpr,
     LENGTH: tl.constexpr,
+    COLLECTS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -323,3 +345,10 @@ def _momentum_kernel(
         numbers, scales = quantized_tile(new)
         tl.store(m_at, numbers.to(TYPE_0), mask=inside & is_row)
         tl.store(s_at, scales, mask=is_row)
+        if COLLECTS:
+            kept = tl.where(is_row, dequantized_tile(numbers, scales), m)
+            square = total_square(kept, inside, 1)  # 1: a tile of two dims
+            tl.store(squares + tl.program_id(0).to(tl.int64) * 3 + 2, square)
+    else:
+        if COLLECTS:
+            tl.store(squares + tl.program_id(0).to(tl.int64) * 3 + 2, 0.0)

@@ -1,0 +1,186 @@
+"""`Collector`: the sums that the updates of a plan make during a step, on the device.
+
+Updates ask the collector of their plan for memory when they are bound (`of_pieces`, `of_params`,
+`samples`), and their launches write there in every step. The memory never moves, so CUDA graphs
+hold it. `Collector.table` reads it, after the step.
+
+[Note: counted once] A rank counts the elements for which it is the source: of a replica, another
+rank counts them. Owners count matrices whose state they alone keep, and their own chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..kernels.elementwise.multi_tensor import Squares
+from ..kernels.elementwise.row_scattered import ScatteredRows
+from ..kernels.launch.precompile import in_dry_run
+from ..params.dtensor import local_of
+from ..planning.plan import OWNER_STATE_ROUTES, Bucket, Matrix
+from ..planning.planner import Plan
+from ..planning.rank_plan import Piece
+
+COLUMNS = 6  # of a table: the fields of `values.Sums`
+PROBES = 16  # random vectors that estimate the orthogonality error; exact for short sides up to 16
+# Elements of the largest matrix that is sampled: it is copied to fp32 (16 MiB)
+SAMPLED_ELEMENTS = 1 << 22
+# Elements of parameters that are stepped at a time where old weights are copied
+COPIED_ELEMENTS = 1 << 24
+
+
+class OrthogonalitySample:
+    """A matrix of a bucket whose O is measured at its owner: ||O O^T - I||_F / sqrt(n).
+
+    The Frobenius norm of E = O O^T - I is that of E Z, on average over matrices Z of random signs /
+    sqrt(k) with k columns (M. F. Hutchinson, 1990): k matrix-vector products in place of O O^T.
+    """
+
+    def __init__(self, stack: torch.Tensor | ScatteredRows, index: int, param: int) -> None:
+        """`stack`: O (N, R, C), of which matrix `index` is measured. `param`: its parameter."""
+        self.stack = stack
+        self.index = index
+        self.param = param
+        n = min(stack.shape[1:])
+        probes = torch.eye(n, device="cpu")
+        if n > PROBES:
+            generator = torch.Generator("cpu").manual_seed(0)
+            signs = torch.randint(2, (n, PROBES), generator=generator, device="cpu") * 2 - 1
+            probes = signs.float() / math.sqrt(PROBES)
+        self.probes = probes.to(stack.device)
+        self.error = torch.zeros((), device=stack.device)
+
+    def measure(self) -> None:
+        """Write `error`, without a wait of the host."""
+        if in_dry_run():
+            return
+        X = self.stack[self.index : self.index + 1].float()[0]
+        if X.shape[0] > X.shape[1]:
+            X = X.mT
+        rest = X @ (X.mT @ self.probes) - self.probes
+        self.error.copy_(rest.square().sum().div_(len(X)).sqrt_())
+
+
+class Collector:
+    """What the updates of a plan collect in a step, see the module."""
+
+    def __init__(self, plan: Plan, rank: int, sampled: Iterable[Matrix]) -> None:
+        """`rank`: this rank. `sampled`: of `sampled_matrices`."""
+        self.plan = plan
+        self.rank = rank
+        self.sampled = frozenset(sampled)
+        # (sums, row of each rectangle: index of the parameter, or behind the last if not counted)
+        self.sums: list[tuple[Squares, list[int]]] = []
+        self.found_samples: list[OrthogonalitySample] = []
+        self.elements = [0] * len(plan.params)  # that this rank counts
+
+    def of_pieces(
+        self, pieces: Sequence[Piece], route: str, sizes: Sequence[int] | None = None
+    ) -> Squares | None:
+        """Return memory for the sums of a launch over `pieces`; None if this rank counts none.
+
+        `route`: of the bucket. `sizes`: elements of each piece, for the launch that writes weights;
+        None for a launch that writes momentum only.
+        """
+        of_owner = route in OWNER_STATE_ROUTES
+        count = len(self.elements)
+        rows = []
+        for i, p in enumerate(pieces):
+            counts = p.owner == p.stored_at if of_owner or p.kind == "chunk" else p.is_source
+            rows.append(p.matrix.param if counts else count)
+            if counts and sizes is not None:
+                self.elements[p.matrix.param] += sizes[i]
+        if set(rows) <= {count}:
+            return None
+        return self._add(rows)
+
+    def of_params(self) -> tuple[torch.Tensor, list[slice]]:
+        """Return rows for the sums of parameters that are stepped where stored, and parts of the
+        parameters that are stepped at a time: copies of old weights are bounded by
+        COPIED_ELEMENTS, or by the largest parameter.
+        """
+        count = len(self.elements)
+        rows, parts, size = [], [], math.inf
+        for number, (p, layout) in enumerate(zip(self.plan.params, self.plan.layouts)):
+            counts = self.rank in layout.replicas[0]
+            rows.append(number if counts else count)
+            numel = local_of(p).numel()
+            self.elements[number] = numel * counts
+            if size + numel > COPIED_ELEMENTS:
+                parts.append(slice(number, number))
+                size = 0
+            size += numel
+            parts[-1] = slice(parts[-1].start, number + 1)
+        (rows_of_params,) = self._add(rows).lay_out(
+            None, count, local_of(self.plan.params[0]).device
+        )
+        return rows_of_params, parts
+
+    def of_parts(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return rows for the sums of parts of parameters that are stepped where stored; `numbers`:
+        parameter of each part. The parts of a parameter are all of it.
+        """
+        count = len(self.elements)
+        counts = [self.rank in layout.replicas[0] for layout in self.plan.layouts]
+        for number in set(numbers):
+            numel = local_of(self.plan.params[number]).numel()
+            self.elements[number] = numel * counts[number]
+        squares = self._add([number if counts[number] else count for number in numbers])
+        (rows,) = squares.lay_out(None, len(numbers), local_of(self.plan.params[0]).device)
+        return rows
+
+    def _add(self, rows: list[int]) -> Squares:
+        """Return new memory for the sums of rectangles."""
+        self.sums.append((Squares(), rows))
+        return self.sums[-1][0]
+
+    def samples(
+        self, matrices: Sequence[Sequence[Matrix]], outputs: Sequence[torch.Tensor | ScatteredRows]
+    ) -> list[OrthogonalitySample]:
+        """Return the samples among the matrices of stacks; `outputs`: the stacks with their O."""
+        found = [
+            OrthogonalitySample(stack, i, matrix.param)
+            for stack, some in zip(outputs, matrices)
+            for i, matrix in enumerate(some)
+            if matrix in self.sampled
+        ]
+        self.found_samples += found
+        return found
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """Return the sums of this rank, fp64 (parameters, COLUMNS) on the device."""
+        count = len(self.elements)
+        total = torch.zeros(count + 1, COLUMNS, dtype=torch.float64, device=device)
+        for squares, rows in self.sums:
+            if squares.rows:
+                index = torch.tensor(rows, device=device)
+                total[:, :3].index_add_(0, index, squares.totals(len(rows)))
+        total[:count, 3] = torch.tensor(self.elements, dtype=torch.float64, device=device)
+        for sample in self.found_samples:
+            total[sample.param, 4] += sample.error
+            total[sample.param, 5] += 1
+        return total[:count]
+
+
+def sampled_matrices(plans: Sequence[Plan]) -> list[set[Matrix]]:
+    """Return for each plan the matrices whose orthogonality is measured: one for each parameter
+    group and set of ranks that step matrices together. It is the largest of at most
+    SAMPLED_ELEMENTS elements, else the smallest; all ranks of the set choose alike.
+    """
+    candidates: dict[tuple, list[tuple]] = {}
+    for index, plan in enumerate(plans):
+        buckets: list[Bucket] = [bucket for bucket, _ in plan.rank_plans or ()]
+        for bucket in buckets if plan.group["use_muon"] else ():
+            for m in bucket.matrices:
+                size = math.prod(m.iterated_shape)
+                order = size if size > SAMPLED_ELEMENTS else -size
+                place = order > 0, order, index, m.param, m.at, m.unit
+                key = bucket.ranks, id(plan.group_at(m.param))
+                candidates.setdefault(key, []).append((place, m))
+    found: list[set[Matrix]] = [set() for _ in plans]
+    for some in candidates.values():
+        place, matrix = min(some, key=lambda candidate: candidate[0])
+        found[place[2]].add(matrix)
+    return found

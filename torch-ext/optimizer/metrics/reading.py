@@ -1,0 +1,81 @@
+"""`read_metrics`: the values of the last step, from the sums of this rank or of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import starmap
+
+import torch
+
+from ..communication.nonfinite import reduce_sum
+from ..communication.process_groups import ProcessGroups
+from ..planning.plan import bucket_sort_key
+from ..qk_clip.clip import QKClip
+from .values import GroupMetrics, Metrics, ParameterMetrics, Sums
+
+
+def read_metrics(
+    bound: object,
+    groups: Sequence[dict],
+    clip: QKClip | None,
+    process_groups: ProcessGroups | None,
+    per_parameter: bool,
+) -> Metrics:
+    """Return the metrics of the last step. Waits for the device.
+
+    `bound`: the bound step (execution/prepare.py), which has collected. `groups`: live parameter
+    groups. `clip`: of the optimizer.
+    `process_groups`: sums are added over the ranks of each parameter, collective; None: sums of
+    this rank. `per_parameter`: whether to return values of each parameter as well.
+    """
+    stores, nonfinite = bound.stores, bound.nonfinite
+    clipped = None if clip is None else int(clip.clipped)
+    if not stores:
+        return Metrics({}, {}, clipped)
+    entries = [(store, number) for store in stores for number in range(len(store.params))]
+    stepped = bound.missing.stepped()
+    # A parameter without a gradient was restored: it counts nothing
+    keeps = [stepped[id(store), number] for store, number in entries]
+    device = stores[0].device
+    table = torch.cat([store.collector.table(device) for store in stores])
+    table[~torch.tensor(keeps, device=device)] = 0.0
+    if process_groups is not None:
+        _add_over_ranks(table, entries, process_groups)
+    sums = list(starmap(Sums, table.tolist()))
+    skipped = [0] * len(entries) if nonfinite is None else nonfinite.skipped_by_param(entries)
+    total = sum(one.update for one in sums)
+    number_of = {id(group): i for i, group in enumerate(groups)}
+    by_group: dict[int, Sums] = {}
+    skipped_of: dict[int, int] = {}
+    parameters = {}
+    for (store, number), own, count in zip(entries, sums, skipped):
+        if not own.elements:
+            continue
+        group = number_of[id(store.groups[store.group_of[number]])]
+        by_group[group] = by_group.get(group, Sums()) + own
+        skipped_of[group] = skipped_of.get(group, 0) + count
+        if per_parameter:
+            parameters[store.names[number]] = ParameterMetrics(*own.values(total))
+    values = {
+        i: GroupMetrics(*by_group[i].values(total), skipped_of[i], by_group[i].orthogonality_error)
+        for i in sorted(by_group)
+    }
+    return Metrics(values, parameters, clipped)
+
+
+def _add_over_ranks(
+    table: torch.Tensor, entries: Sequence[tuple[object, int]], process_groups: ProcessGroups
+) -> None:
+    """Add the rows of a table over the ranks that hold parts or copies of the parameter."""
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for i, (store, number) in enumerate(entries):
+        layout = store.collector.plan.layouts[number]
+        if len(layout.boxes) > 1:
+            rows.setdefault(layout.ranks, []).append(i)
+    # As for logits of QK-clip: never in a group in which buckets may have begun during backward
+    common = process_groups.shared_groups()
+    for ranks in sorted(rows, key=bucket_sort_key):
+        some = torch.tensor(rows[ranks], device=table.device)
+        part = table[some]
+        reduce_sum(part, common.get_or_create(ranks))
+        table[some] = part
