@@ -520,9 +520,8 @@ class BoundStep:
                 device_of(groups),
             )
         written = _all_told(clip, hook)
-        jobs = []
-        if plans:
-            jobs = _bind(plans, self.stores, options, process_groups, graphs, written, place)
+        shared = options, process_groups, graphs, written, place
+        jobs = _bind(plans, self.stores, *shared) if plans else []
         if clip is not None:
             clip.bind(jobs)
         self.missing = MissingGradients(plans, self.stores, process_groups, buffers.flags)
