@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -202,6 +203,25 @@ def test_what_cannot_be_measured_is_said_at_once(script, arguments, message, opt
     with pytest.raises(SystemExit, match="2"):
         getattr(module, "arguments", module.main)()
     assert message in capsys.readouterr().err
+
+
+def test_learning_rates_are_those_of_the_document(tmp_path, monkeypatch):
+    """docs/learning_rates.md says best rates, losses and seeds of the committed sweeps; the figures draw all rates."""
+    plot, figures = load("plot_lr", monkeypatch), load("figures", monkeypatch)
+    sweeps = {"30m": plot.losses_of(plot.read(FOLDER / "results" / "convergence.csv")), "demo": plot.demo_losses()}
+    found = {}
+    for model, losses in sweeps.items():
+        for name, by_lr in losses.items():
+            lr = plot.best(by_lr)
+            seeds = {len(losses) for other, losses in by_lr.items() if other != lr}
+            found[model, name] = [f"{lr:g}", f"{statistics.mean(by_lr[lr]):.4f}", str(len(by_lr[lr])),
+                                  "/".join(map(str, sorted(seeds)))]
+        _, axes = figures.plt.subplots()
+        assert plot.draw_losses(axes, losses, model)
+        assert len(axes.get_xticks()) == len({lr for by_lr in losses.values() for lr in by_lr}) >= 5
+    text = (FOLDER.parent / "docs" / "learning_rates.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (30m|demo) \| (\w+) \| (.*) \|$", text, re.MULTILINE)
+    assert {(model, name): cells.split(" | ") for model, name, cells in rows} == found
 
 
 def test_figures_say_which_rows_there_are(tmp_path, monkeypatch):

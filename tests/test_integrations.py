@@ -421,6 +421,11 @@ def test_stages_keep_the_patterns_that_concern_them():
             warn(config, names)
 
 
+def test_no_framework_needs_more_than_five_lines_of_code():
+    blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 10 and all(len(block.splitlines()) <= 5 for block in blocks)
+
+
 def test_without_torchtitan_its_entry_says_so(monkeypatch):
     part("integrations.titan")._container.cache_clear()
     monkeypatch.setitem(sys.modules, "torchtitan", None)

@@ -192,8 +192,10 @@ def shard_and_train(rank, world, mode, whole):
         else:
             optimizer.state[p]["momentum_buffer"].data = optimizer.state[p]["momentum_buffer"].data.clone()
     muon = optimizer.muon
-    train(optimizer, model, tp, ranks, range(2, 4))
-    assert optimizer.muon is muon
+    train(optimizer, model, tp, ranks, range(2, 3))
+    bound = muon._bound
+    train(optimizer, model, tp, ranks, range(3, 4))
+    assert optimizer.muon is muon and muon._bound is bound  # a step plans and binds nothing
     for state in optimizer.state.values():
         state["momentum_buffer"].zero_()
     optimizer.load_state_dict(saved)

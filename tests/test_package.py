@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,14 @@ REGISTERS = {"custom_op", "triton_op", "register_kernel", "register_fake", "regi
 GET = """
 from kernels import get_kernel
 print(get_kernel("org/optimizer", version=1).__name__)
+"""
+
+# As the nightly workflow does.
+NIGHTLY = """
+import runpy, sys
+script = sys.argv.pop(1)
+sys.argv += ["--repo", "org/optimizer"]
+runpy.run_path(script, run_name="__main__")
 """
 
 # Prints why it was refused, and its name once it was not.
@@ -352,12 +361,15 @@ def test_processes_that_begin_to_load_it(build, tmp_path):
     with serve(build) as alone, serve(build) as shared, serve(build, trusted=False) as untrusted:
         homes = {hub: tmp_path / str(number) for number, hub in enumerate((alone, shared, untrusted))}
         alone_env, shared_env, untrusted_env = (hub_environment(hub, home) for hub, home in homes.items())
+        nightly_env = {**untrusted_env, "HF_HOME": str(tmp_path / "nightly")}
         local = {"LOCAL_KERNELS": f"org/optimizer={build}", "HF_HOME": str(tmp_path / "local"), "HF_HUB_OFFLINE": "1"}
         ended = run_at_once(
             (LOAD_AND_LIST, [build], {}), (LOAD_WITHOUT_TRITON, [build], {}),
             (LOAD_TWICE_AND_CALL, [build, tmp_path / "build"], {}), (GET, [], local), (GET, [], alone_env),
-            *[(GET, [], shared_env)] * 4, (REFUSED_THEN_TRUSTED, [], untrusted_env))
-    refusals = ended.pop()
+            *[(GET, [], shared_env)] * 4, (NIGHTLY, [ROOT / ".ci" / "load_published.py"], nightly_env),
+            (REFUSED_THEN_TRUSTED, [], untrusted_env))
+    refusals, nightly = ended.pop(), ended.pop()
+    assert nightly[0] == 0 and re.search(f"{build_id(build)}: a step with errors up to", nightly[1]), nightly
     for job in ended:
         assert job[0] == 0, job[2]
     listed, without_triton, twice, named, *fetched = (printed for _, printed, _ in ended)
@@ -368,6 +380,20 @@ def test_processes_that_begin_to_load_it(build, tmp_path):
     a_cold_cache_is_filled_once(build, alone, fetched[:1])
     a_cold_cache_is_filled_once(build, shared, fetched[1:])
     an_untrusted_publisher_is_refused_unless_the_caller_trusts_it(build, *refusals)
+
+
+def test_the_nightly_check_sees_wrong_numbers(optimizer):
+    check_step = runpy.run_path(str(ROOT / ".ci" / "load_published.py"))["check_step"]
+    assert float(check_step(optimizer)) < 0.01
+    for wrong in ({"adjust_lr_fn": 0.9}, {"ns_steps": 3}, {"adamw_eps": 1.0}):
+        class Wrong:
+            @staticmethod
+            def Muon(groups, wrong=wrong, **options):
+                eps = {"eps": wrong["adamw_eps"]} if "adamw_eps" in wrong else {}
+                return optimizer.Muon([groups[0], {**groups[1], **eps}], **{**options, **wrong})
+
+        with pytest.raises(SystemExit, match="wrong numbers"):
+            check_step(Wrong)
 
 
 def loading_imports_torch_and_the_standard_library_only(package, loaded):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+STEPS = 50
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def trajectories(optimizer, monkeypatch):
 
 
 def test_torch_takes_the_same_steps(trajectories):
-    found = list(trajectories.compared("torch", None))
+    found = list(trajectories.compared("torch", None, STEPS))
     assert len(found) >= 4
     assert all(row["agrees"] and float(row["deviation"]) <= 1e-5 for row in found), found
     # In bf16, as torch iterates by itself, the two are further apart: the comparison sees that much
@@ -41,7 +42,8 @@ def test_a_wrong_mapping_is_seen(trajectories, monkeypatch):
 @pytest.mark.parametrize("name", ["keller_jordan", "emerging_optimizers", "megatron", "timm", "pytorch_optimizer",
                                   "heavyball", "dion", "muonium"])
 def test_an_installed_package_takes_the_same_steps(name, trajectories):
-    for row in trajectories.compared(name, None):
+    # After more steps, the sign of an update near 0 decides a cautious decay of Dion's: docs/peers.md
+    for row in trajectories.compared(name, None, trajectories.STEPS if name == "dion" else STEPS):
         if row["agrees"] == "":
             pytest.skip(row["reason"])
         assert row["agrees"] == (float(row["deviation"]) <= 1e-5) and (row["agrees"] or row["reason"]), row

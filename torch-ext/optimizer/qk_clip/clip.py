@@ -213,7 +213,8 @@ class QKClip:
         kept = self._recorded[layer]
         if len(kept.maxima) != count:
             raise ValueError(
-                f"maxima of layer {layer} had {len(kept.maxima)} heads before, and now {count}"
+                f"maxima of layer {layer} had {len(kept.maxima)} heads before, and now {count}: "
+                "give maxima of as many heads in every call"
             )
         values = values.to(kept.maxima)
         finite = values.isfinite()
@@ -304,7 +305,9 @@ def _check_shape(
             f"{label} of shape {tuple(param.shape)} must be a matrix, or a vector with rows (bias)"
         )
     if not param.is_floating_point():
-        raise ValueError(f"{label} has the dtype {param.dtype}, which cannot be scaled")
+        raise ValueError(
+            f"{label} has the dtype {param.dtype}, which cannot be scaled: leave the layer out"
+        )
     try:
         layer.slots(name, param.shape[dim], shared_keys)
     except ValueError as error:

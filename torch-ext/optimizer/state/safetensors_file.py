@@ -425,10 +425,14 @@ def _check_params(
     """Raise ValueError unless the optimizer and the file have equal parameter names and shapes."""
     for name in sorted(set(shapes) | set(saved_shapes)):
         if name not in saved_shapes:
-            raise ValueError(f"{path} has no parameter {shortened(name)}, which the optimizer has")
+            raise ValueError(
+                f"{path} has no parameter {shortened(name)}, which the optimizer has: load the "
+                "file of this model, or give the parameter the name that it had"
+            )
         if name not in shapes:
             raise ValueError(
-                f"{path} has a parameter {shortened(name)}, which the optimizer does not have"
+                f"{path} has a parameter {shortened(name)}, which the optimizer does not have: "
+                "load the file of this model, or give the parameter the name that it had"
             )
         if shapes[name] != saved_shapes[name]:
             raise ValueError(
@@ -468,13 +472,15 @@ def _saved_group(
         if was_muon != bool(group["use_muon"]):
             raise ValueError(
                 f"parameter {name} was in a group of {KINDS[was_muon]} when {path} was written, "
-                f"but is in one of {KINDS[not was_muon]} here"
+                f"but is in one of {KINDS[not was_muon]} here: put it into a group of the kind in "
+                "which it was saved"
             )
         # Stricter than load_state_dict: a file holds all keys of a state or none
         if name in states and set(states[name]) != set(keys):
             raise ValueError(
                 f"{path} has {shortened(', '.join(sorted(states[name])))} of "
-                f"parameter {name}, but its state here is {', '.join(sorted(keys))}"
+                f"parameter {name}, but its state here is {', '.join(sorted(keys))}: build the "
+                "group with the rule and the options with which it was saved"
             )
         check_state(param, keys, name, states.get(name, {}), split)
     check_same_rule(number, group, options)

@@ -1,0 +1,136 @@
+"""Recipes of docs/frameworks.md, as they stand there, in the config parsers of the frameworks' wheels."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import types
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from tests.ranks import package
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
+
+
+def recipe(section: str, language: str) -> str:
+    """The first code block of a section of the page."""
+    text = PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return re.search(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+
+
+def module_of(section: str, monkeypatch, **names: object) -> types.ModuleType:
+    """`my_module` with the code of a section, which begins with these names."""
+    made = types.ModuleType("my_module")
+    made.__dict__.update(names, dataclasses=dataclasses, sharded_muon=package())
+    monkeypatch.setitem(sys.modules, "my_module", made)
+    exec(compile(recipe(section, "python"), str(PAGE), "exec"), made.__dict__)
+    return made
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})])
+        self.lm_head = nn.Linear(8, 16, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer["down"](layer["up"](x).relu())
+        return self.lm_head(x)
+
+
+def lowers_the_loss(model: nn.Module, optimizer: torch.optim.Optimizer, vocabulary: int) -> bool:
+    tokens = torch.arange(vocabulary)[None]
+    losses = []
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses == sorted(losses, reverse=True)
+
+
+def test_nemo_automodel(monkeypatch):
+    config = pytest.importorskip("nemo_automodel.recipes._typed_config")
+    from nemo_automodel.components.config.loader import ConfigNode
+    from nemo_automodel.components.optim.optimizer import OptimizerConfig
+
+    module_of("NeMo Automodel", monkeypatch, OptimizerConfig=OptimizerConfig)
+    text = recipe("NeMo Automodel", "yaml")
+    entry = config.RecipeConfig(ConfigNode(yaml.safe_load(text))).optimizer
+    model = Model()
+    [optimizer] = entry.build(model, device_mesh=None, is_peft=False)
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert isinstance(optimizer, package().Muon)
+    assert (rates["layers.0.up.weight"], rates["layers.0.down.weight"]) == (0.02, 0.01)
+    assert lowers_the_loss(model, optimizer, 16)
+    wrong = ConfigNode(yaml.safe_load(text.replace("weight_decay", "wieght_decay")))
+    with pytest.raises(ValueError, match="there is no key 'wieght_decay'; did you mean 'weight_decay'"):
+        config.RecipeConfig(wrong).optimizer.build(model)
+
+
+@pytest.fixture
+def olmo(monkeypatch):
+    """OLMo-core without its client of object stores, which needs the SDKs of clouds."""
+    cached_path = mock.MagicMock(SchemeClient=object, S3Client=type("S3Client", (), {"recoverable_errors": ()}))
+    for name in ("cached_path", "cached_path.schemes"):
+        monkeypatch.setitem(sys.modules, name, cached_path)
+    return pytest.importorskip("olmo_core.optim")
+
+
+def test_olmo_core(olmo, monkeypatch):
+    from olmo_core.nn.transformer import TransformerConfig
+    from olmo_core.optim.muon import MuonConfig
+
+    made = module_of("OLMo-core", monkeypatch, OptimConfig=olmo.OptimConfig, MuonConfig=MuonConfig)
+    entry = olmo.OptimConfig.from_dict(yaml.safe_load(recipe("OLMo-core", "yaml")))
+    assert type(entry) is made.ShardedMuonConfig
+    model = TransformerConfig.llama_like(vocab_size=16, d_model=16, n_layers=1, n_heads=2).build(init_device="cpu")
+    optimizer = entry.build(model)
+    assert isinstance(optimizer, package().DionMuon)
+    matrices, *others = optimizer.param_groups
+    assert len(matrices["params"]) == 7 and all(p.ndim == 2 for p in matrices["params"])
+    assert (matrices["adjust_lr_fn"], matrices["lr"], matrices["weight_decay"]) == ("rms_norm", 0.003, 0.1)
+    assert [group["use_muon"] for group in others] == [False] * 3
+    assert lowers_the_loss(model, optimizer, 16)
+
+
+def test_axolotl(monkeypatch):
+    """The wheel pins versions that others of these frameworks do not take, so it is not in requirements/."""
+    mixin = pytest.importorskip("axolotl.core.trainers.mixins.optimizer")
+    import axolotl.integrations.base as base
+
+    module_of("axolotl", monkeypatch, axolotl=sys.modules["axolotl"])
+    manager = base.PluginManager.get_instance()
+    manager.register("my_module.MuonPlugin")
+    trainer = mixin.OptimizerMixin.__new__(mixin.OptimizerMixin)  # Trainer's own constructor reads a whole config
+    trainer.model, trainer.optimizer = Model(), None
+    trainer.args = mock.MagicMock(loraplus_lr_ratio=None, embedding_lr_scale=None, embedding_lr=None, lr_groups=None)
+    manager.post_trainer_create(types.SimpleNamespace(learning_rate=0.02, weight_decay=0.3), trainer)
+    optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, package().Muon)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.02, 0.3)
+    assert lowers_the_loss(trainer.model, optimizer, 16)
+
+
+def test_ms_swift(monkeypatch):
+    """As test_axolotl: the wheel is not in requirements/."""
+    optimizers = pytest.importorskip("swift.optimizers")
+    module_of("ms-swift", monkeypatch, swift=sys.modules["swift"])
+    model = Model()
+    callback = optimizers.optimizers_map.pop("sharded_muon")
+    made = callback(types.SimpleNamespace(learning_rate=0.02), types.SimpleNamespace(model=model))
+    optimizer = made.create_optimizer()
+    assert isinstance(optimizer, package().Muon) and optimizer.param_groups[0]["lr"] == 0.02
+    assert lowers_the_loss(model, optimizer, 16)
