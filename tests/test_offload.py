@@ -175,6 +175,58 @@ def test_momentum_is_fetched_once_and_written_before_the_weights():
     assert [one.slot.number for one in scheduler.order] == [i % 3 for i in range(len(scheduler.order))]
 
 
+def test_the_first_parts_are_fetched_during_backward():
+    results = []
+    for offload_state in (False, True):
+        params, opt = build(offload_state=offload_state, overlap_backward=True)
+        for step in range(4):
+            with opt.last_backward():
+                if offload_state and step > 0:
+                    scheduler = opt._preparation.place.scheduler
+                    assert [slot.holds for slot in scheduler.slots] == scheduler.order[:3]
+                give(params, step)
+            opt.step()
+        results.append(held(params, opt))
+    assert same(*results)
+
+
+def spec_of_another_device(rank, world):
+    """A shard on the host stays there, whatever the devices of the mesh: "meta" is none of them."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    like = cut(torch.ones(6, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
+    found = part("params.dtensor").with_local(like, torch.ones(3, 4, dtype=torch.bfloat16, device="meta"))
+    assert (found.shape, found.dtype, found.placements) == (like.shape, torch.bfloat16, like.placements)
+    return found.device.type, found.device_mesh is like.device_mesh
+
+
+def test_a_dtensor_may_have_its_shard_elsewhere():
+    assert run_threads(2, spec_of_another_device) == [("meta", True)] * 2
+
+
+READERS = {
+    "wait": lambda opt: opt.wait(),
+    "state_dict": lambda opt: opt.state_dict(),
+    "load_state_dict": lambda opt: opt.load_state_dict(opt.state_dict()),
+    "init_state": lambda opt: opt.init_state(),
+    "release": lambda opt: opt.release(),
+    "copy": copy.deepcopy,
+    "add_param_group": lambda opt: opt.add_param_group({"params": [("new", nn.Parameter(torch.ones(2, 2)))]}),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_methods_that_read_state_wait_on_the_host(name, monkeypatch):
+    params, opt = trained(range(2), offload_state=True)
+    waits, scheduler = [], opt._preparation.place.scheduler
+    monkeypatch.setattr(scheduler.streams, "synchronize", waits.append)
+    give(params, 2)
+    opt.step()
+    assert waits == []  # a step does not
+    READERS[name](opt)
+    assert scheduler.written in waits and scheduler.read in waits
+
+
 @pytest.mark.parametrize("options", [{}, {"rule": "adamuon"}, {"offload_state": 9000}], ids=str)
 def test_metrics_are_those_without_offload(options):
     """Sums are made part by part, of the parameters that are cut as well."""

@@ -26,6 +26,7 @@ class HostMemory:
         cannot pin the memory.
         """
         padded = [nbytes + -nbytes % ALIGNMENT for nbytes in sizes]
+        # Of each state, then the end
         self.starts = list(itertools.accumulate(padded, initial=0))
         # End of a state -> start of the next
         self.next_start = {
@@ -33,7 +34,7 @@ class HostMemory:
             for start, nbytes, whole in zip(self.starts, sizes, padded)
             if nbytes
         }
-        self.nbytes = self.starts.pop()
+        self.nbytes = self.starts[-1]
         self.flat = _host_bytes(self.nbytes, device, self)
         self.address = self.flat.data_ptr()
 
@@ -41,8 +42,7 @@ class HostMemory:
         self, number: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """The place of state `number`, as a dense tensor of `shape` and `strides`."""
-        start = self.starts[number]
-        stop = (self.starts[number + 1 :] or [self.nbytes])[0]
+        start, stop = self.starts[number : number + 2]
         return self.flat[start:stop].view(dtype).as_strided(shape, strides)
 
     def offset_of(self, view: torch.Tensor) -> int:
