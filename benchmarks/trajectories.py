@@ -166,6 +166,11 @@ def split(form: str | dict, **options: object) -> Build:
     return lambda weights: package().Muon([{"params": weights, "split": form}], wire_dtype=torch.float32, **options)
 
 
+def elementwise(rule: str, **options: object) -> Build:
+    """Our optimizer with a rule of groups with use_muon=False."""
+    return lambda weights: package().Muon([{"params": weights, "use_muon": False, "rule": rule, **options}])
+
+
 def unsigned(**options: object) -> Build:
     """Our AdaMuon without signs."""
     return by_shape(lambda *_: {"rule": "adamuon", "beta2": BETA2, "sign": False}, **options)
@@ -181,9 +186,7 @@ def decay_with_factor(rows_: int, columns: int) -> dict:
     return {"weight_decay": DECAY * original(rows_, columns)}
 
 
-def longer_side(rows_: int, columns: int) -> dict:
-    """NorMuon along the longer side: the rows of tall and square matrices, the columns of wide ones."""
-    return {"rule": "normuon" if rows_ >= columns else "normuon_columns", "beta2": BETA2}
+ALONG_LONGER_SIDE = {"rule": "normuon_aspect", "beta2": BETA2}  # rows of tall and square matrices, columns of wide ones
 
 
 # One function for each peer
@@ -213,6 +216,22 @@ def torch_muon(place: Place) -> Iterator[Case]:
                 continue
             yield Case("muon", f"nesterov={nesterov}, {factor}", functools.partial(Muon, **options),
                        ours(ns_coefficients="jordan", **options))
+
+
+def torch_elementwise(place: Place) -> Iterator[Case]:
+    """torch.optim.AdamW and torch.optim.SGD, whose weight decay is part of the gradient, so without decay."""
+    for decay in (0.0, DECAY):
+        options = {"lr": LR, "betas": (MOMENTUM, BETA2), "eps": 1e-8, "weight_decay": decay}
+        yield Case("adamw", f"AdamW, weight_decay={decay}", functools.partial(torch.optim.AdamW, **options),
+                   elementwise("adamw", **options))
+    for options in ({"momentum": MOMENTUM, "nesterov": True}, {"momentum": MOMENTUM, "nesterov": False},
+                    {"momentum": 0.0, "nesterov": False}):
+        options = {"lr": LR, "weight_decay": 0.0, **options}
+        yield Case("sgd", ", ".join(["SGD", *(f"{key}={options[key]}" for key in ("momentum", "nesterov"))]),
+                   functools.partial(torch.optim.SGD, **options), elementwise("sgd", **options))
+    options = {"lr": LR, "weight_decay": DECAY, "momentum": MOMENTUM, "nesterov": True}
+    yield Case("sgd", "SGD, weight_decay", functools.partial(torch.optim.SGD, **options),
+               elementwise("sgd", **options), why="its decay is part of the gradient")
 
 
 def keller_jordan(place: Place) -> Iterator[Case]:
@@ -271,6 +290,23 @@ def muon_plus(place: Place) -> Iterator[Case]:
                             **OPTIONS))
 
 
+def scion(place: Place) -> Iterator[Case]:
+    """github.com/LIONS-EPFL/scion, the code of the paper's authors: momentum is 1 - momentum, radius is scale."""
+    module = place.load("scion")
+    for unconstrained in (False, True):
+        theirs = {"lr": LR, "momentum": 1 - MOMENTUM, "unconstrained": unconstrained}
+        mine = {"lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0 if unconstrained else 1.0}
+        yield Case("scion", f"norm=Spectral, unconstrained={unconstrained}",
+                   functools.partial(module.Scion, norm="Spectral", scale=3.0, **theirs),
+                   ours(rule="scion", radius=3.0, ns_coefficients="jordan", **mine))
+        yield Case("sign", f"norm=Sign, unconstrained={unconstrained}, columns alike",
+                   functools.partial(module.Scion, norm="Sign", scale=120.0, **theirs),
+                   elementwise("sign", radius=120.0 / 40, **mine), shapes=((24, 40), (32, 40)))
+        yield Case("sign", f"norm=Sign, normalized=False, unconstrained={unconstrained}",
+                   functools.partial(module.Scion, norm="Sign", norm_kwargs={"normalized": False}, scale=3.0, **theirs),
+                   elementwise("sign", radius=3.0, **mine))
+
+
 def with_override() -> None:
     """Emerging-Optimizers imports `override` from typing, which is there since Python 3.12."""
     if not hasattr(typing, "override"):
@@ -310,7 +346,8 @@ def emerging_optimizers(place: Place) -> Iterator[Case]:
                                  **wide, **OPTIONS)
 
     common = {"nesterov": False, "ns_coefficients": "quintic", **OPTIONS}
-    yield Case("normuon", "AdaptiveMuon, normuon", adaptive("normuon"), by_shape(longer_side, **common))
+    yield Case("normuon_aspect", "AdaptiveMuon, normuon", adaptive("normuon"),
+               by_shape(lambda *_: ALONG_LONGER_SIDE, **common))
     yield Case("normuon", "AdaptiveMuon, normuon, rows of all", adaptive("normuon"),
                by_shape(lambda *_: {"rule": "normuon", "beta2": BETA2}, **common),
                why="columns of wide matrices are normalized: give these rule='normuon_columns'")
@@ -349,8 +386,8 @@ def megatron(place: Place) -> Iterator[Case]:
     if not hasattr(adaptive([torch.nn.Parameter(torch.ones(2, 2))]), "scale_mode"):
         raise Missing("TensorParallelAdaptiveMuon lacks the attribute scale_mode that this version of "
                       "Emerging-Optimizers reads in every step")
-    yield Case("normuon", "TensorParallelAdaptiveMuon, normuon", adaptive,
-               by_shape(longer_side, adjust_lr_fn="sqrt_max", **common))
+    yield Case("normuon_aspect", "TensorParallelAdaptiveMuon, normuon", adaptive,
+               by_shape(lambda *_: ALONG_LONGER_SIDE, adjust_lr_fn="sqrt_max", **common))
 
 
 def timm(place: Place) -> Iterator[Case]:
@@ -376,6 +413,7 @@ def timm(place: Place) -> Iterator[Case]:
     yield Case("muon", "convolutions, conv_mode=batched",
                functools.partial(module.Muon, conv_mode="batched", **OPTIONS),
                split("taps", adjust_lr_fn=lambda r, c: 0.2 * math.sqrt(max(r, c)) / 3, **quintic), shapes=shapes)
+    yield from lion(alone(place.root("timm") / "timm" / "optim", "lion"))
     theirs = functools.partial(module.Muon, algo="adamuon", betas=(0.9, BETA2), eps=1e-8, **OPTIONS)
     yield Case("adamuon", "algo=adamuon", theirs, unsigned(adjust_lr_fn=0.2, **quintic))
     yield Case("adamuon", "algo=adamuon, sign=True of ours", theirs,
@@ -385,6 +423,12 @@ def timm(place: Place) -> Iterator[Case]:
                functools.partial(module.Muon, algo="adamuon", betas=(0.9, BETA2), adjust_lr_fn="rms_to_rms", **OPTIONS),
                unsigned(adjust_lr_fn="spectral_norm", **quintic),
                why="with other factors than match_rms_adamw the update is not scaled to a fixed RMS")
+
+
+def lion(module: types.ModuleType) -> Iterator[Case]:
+    """Lion of a module."""
+    options = {"lr": LR, "betas": (MOMENTUM, BETA2), "weight_decay": DECAY}
+    yield Case("lion", "Lion", functools.partial(module.Lion, **options), elementwise("lion", **options))
 
 
 def pytorch_optimizer(place: Place) -> Iterator[Case]:
@@ -406,6 +450,7 @@ def pytorch_optimizer(place: Place) -> Iterator[Case]:
                theirs("NorMuon", beta2=BETA2, update_scale="match_rms", **OPTIONS),
                by_shape(lambda *_: rule, adjust_lr_fn="match_rms_adamw", **jordan),
                why="its update has RMS 0.2; ours keeps the norm of O, which is near sqrt(min(R, C)), not equal")
+    yield from lion(module)
     without = {"lr": LR, "weight_decay": DECAY}
     yield Case("adamuon", "AdaMuon", theirs("AdaMuon", betas=(MOMENTUM, BETA2), eps=1e-8, **without),
                unsigned(adjust_lr_fn=0.2, nesterov=False, **jordan))
@@ -463,6 +508,15 @@ def dion(place: Place) -> Iterator[Case]:
         yield Case("normuon", f"NorMuon, cautious_wd={cautious}",
                    functools.partial(NorMuon, muon_beta2=BETA2, cautious_wd=cautious, **common),
                    by_shape(lambda *_: {"rule": "normuon", "beta2": BETA2}, decay=decay, **sums))
+    del sums["nesterov"], sums["momentum_form"]
+    common.pop("mu")
+    for name, options in (("Dion2", {"ef_decay": MOMENTUM}), ("NorDion2", {"mu": MOMENTUM, "muon_beta2": BETA2})):
+        rule = {"rule": "dion2"} if name == "Dion2" else {"rule": "dion3", "beta2": BETA2}
+        for fraction in (0.25, 0.5):
+            yield Case(rule["rule"], f"{name}, fraction={fraction}",
+                       functools.partial(getattr(alone(folder, name.lower()), name), fraction=fraction, **options,
+                                         **common),
+                       by_shape(lambda *_, rule=rule, fraction=fraction: {**rule, "fraction": fraction}, **sums))
 
 
 def muonium(place: Place) -> Iterator[Case]:
@@ -550,10 +604,12 @@ def motif(place: Place) -> Iterator[Case]:
 # name -> (function, distribution)
 PEERS = {
     "torch": (torch_muon, "torch"),
+    "torch_elementwise": (torch_elementwise, "torch"),
     "keller_jordan": (keller_jordan, "muon-optimizer"),
     "normuon": (normuon, "normuon"),
     "adamuon": (adamuon, "adamuon"),
     "muon_plus": (muon_plus, "muon_plus"),
+    "scion": (scion, "scion"),
     "emerging_optimizers": (emerging_optimizers, "emerging-optimizers"),
     "megatron": (megatron, "megatron-core"),
     "timm": (timm, "timm"),

@@ -26,8 +26,17 @@ EVEN = {"dense.up": (32, 8), "dense.down": (16, 24), "dense.odd": (20, 6), "expe
 # Columns in parts of 64 on 4 ranks: blocks of 8-bit momentum
 WIDE = {"dense.up": (33, 256), "dense.down": (10, 512), "experts.w1": (8, 6, 256), "experts.w2": (8, 10, 256),
         "rest.embed": (50, 6), "rest.norm": (7,)}
-SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE}  # by `even`
-BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm")  # the others are fp32
+# A parameter for each rule, under the rule's name
+BY_ROWS = {"dense.muon": (33, 7), "dense.normuon": (10, 12), "dense.adamuon": (9, 7), "dense.hyperball": (7, 10),
+           "dense.muon_plus": (12, 8), "dense.scion": (9, 14), "dense.dion2": (17, 6), "dense.dion3": (13, 9),
+           "experts.adamuon": (8, 6, 10), "experts.dion3": (8, 10, 6), "rest.adamw": (50, 6), "rest.lion": (7,),
+           "rest.sgd": (9, 5), "rest.sign": (11, 3)}
+# Owners of state cannot divide state of columns
+BY_COLUMNS = {"dense.normuon_columns": (9, 7), "dense.normuon_aspect": (7, 12), "dense.scion": (12, 7),
+              "experts.normuon_aspect": (8, 10, 6), "rest.sgd": (9, 5), "rest.adamw": (4, 6)}
+SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE, "rules": BY_ROWS, "column rules": BY_COLUMNS}  # by `even`
+BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm",  # the others are fp32
+        "dense.hyperball", "dense.scion", "rest.lion", "experts.normuon_aspect")
 STEPS = 3
 
 
@@ -76,6 +85,10 @@ def dtype_of(name):
 def build(model, name, layout="one process", **more):
     plain = {"ddp": {"process_group": dist.group.WORLD},
              "unreduced": {"process_group": dist.group.WORLD, "grads_are_reduced": False}}.get(layout, {})
+    if name == "each rule":
+        groups = [{"params": [p], "rule": n.split(".")[1], "use_muon": not n.startswith("rest"), "lr": 0.02}
+                  for n, p in model.named_parameters()]
+        return package().Muon(groups, **plain, **more)
     rest = [p for n, p in model.named_parameters() if n.startswith("rest")]
     matrices = [p for n, p in model.named_parameters() if not n.startswith("rest")]
     groups = [{"params": matrices[:2], "lr": 0.02, "momentum": 0.9}, {"params": matrices[2:], "lr": 0.05},
@@ -136,22 +149,22 @@ def is_part(tensor, full):
     return torch.equal(tensor.cpu(), full.cpu())
 
 
-def whole_run(rank, world, name, even, device):
+def whole_run(rank, world, name, even, device, count):
     """The content of a run on one process after the steps of each stage."""
     shapes, contents = SHAPES[even], []
     model, keep = model_of(shapes, "one process", 1, device)
     fill(model, keep, initial(shapes))
     optimizer = build(model, name)
-    for number in range(9):
+    for number in range(count):
         train(model, keep, optimizer, range(STEPS * number, STEPS * (number + 1)))
         contents.append({key: t.clone() for key, t in content(model, optimizer).items()})
     return contents
 
 
 @functools.cache
-def uninterrupted(name, even, device):
+def uninterrupted(name, even, device, count=9):
     """What all ranks compare with, made once."""
-    (contents,) = run_ranks(1, whole_run, name, even, device, backend="nccl" if device == "cuda" else "gloo")
+    (contents,) = run_ranks(1, whole_run, name, even, device, count, backend="nccl" if device == "cuda" else "gloo")
     return contents
 
 
@@ -234,7 +247,8 @@ def stages(rank, world, name, even, kinds, numbered, folder, device, capturable)
 
 def run_chain(chain, name, kinds, folder, device="cpu", even=False, capturable=False):
     """Layouts of as many ranks that follow each other share a process group. `kinds`: of the files, in turn."""
-    numbered, contents = list(enumerate(chain)), uninterrupted(name, even, device)
+    stages_of = {"count": len(chain)} if name == "each rule" else {}  # other chains share one run
+    numbered, contents = list(enumerate(chain)), uninterrupted(name, even, device, **stages_of)
     while numbered:
         world = numbered[0][1][1]
         count = next((i for i, (_, (_, ranks)) in enumerate(numbered) if ranks != world), len(numbered))
@@ -266,6 +280,25 @@ def test_a_run_goes_on_with_its_bits_on_another_layout(chain, tmp_path):
 def test_and_with_8_bit_momentum(tmp_path):
     chain = [("unreduced", 4), ("fsdp columns", 4), ("tp x fsdp", 4)]
     run_chain(chain, "NorMuon in 8 bits", ["nested", "flat"], tmp_path, even="wide")
+
+
+EACH_RULE = {
+    "rules": [("fsdp", 4), ("tp x fsdp", 4), ("unreduced", 4), ("fsdp columns", 2), ("ddp", 2)],
+    "column rules": [("hsdp", 4), ("fsdp columns", 4), ("tp x fsdp", 4), ("ddp", 2)],
+}
+
+
+@pytest.mark.parametrize("shapes", EACH_RULE)
+def test_and_so_does_the_state_of_each_rule(shapes, tmp_path):
+    run_chain(EACH_RULE[shapes], "each rule", ["nested", "flat"], tmp_path, even=shapes)
+
+
+def test_each_rule_has_its_parameter():
+    leaves = {tuple(name.split(".")) for name in (*BY_ROWS, *BY_COLUMNS)}
+    assert {leaf for kind, leaf in leaves if kind == "rest"} == set(part("rules.elementwise").ELEMENTWISE)
+    rules = part("rules.rule").RULES.items()
+    own = {name for name, rule in rules if type(rule).__module__.startswith(f"{package().__name__}.")}
+    assert {leaf for kind, leaf in leaves if kind != "rest"} == own
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "consolidated safetensors"])

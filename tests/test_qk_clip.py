@@ -912,6 +912,27 @@ def test_models_that_cannot_be_clipped_are_refused(optimizer):
         optimizer.QKClip.of(within(attn=module))
 
 
+def test_attention_with_unknown_names_is_told(optimizer):
+    """By name: in an error where no layer is known, else in a warning that `exclude` turns off."""
+    def strange():
+        return kind("StrangeAttention", project_q=linear(E, E), project_k=linear(E, E), num_heads=H)
+
+    def model():
+        outer = kind("OuterAttention", inner=strange(), norm=nn.LayerNorm(E))
+        layers = [Attention(), outer, strange(), kind("PooledAttention", one=linear(E, E)),
+                  kind("GatedDeltaAttention", q=linear(E, E), k=linear(E, E), num_heads=H),
+                  kind("FastLinearAttention", project_q=linear(E, E), project_k=linear(E, E))]
+        return nn.ModuleList([*layers, layers[0]])  # a module that is used twice
+
+    with pytest.raises(ValueError, match="1 modules, the first module layers.0.attn .model.Strange.*, look like"):
+        optimizer.QKClip.of(within(attn=strange()))
+    with pytest.warns(UserWarning, match="^2 modules, the first module 1.inner .* are unknown: QK-clip will not scale"):
+        assert [*optimizer.QKClip.of(model()).layers] == ["0"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.QKClip.of(model(), exclude=["1", "2"])
+
+
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 GOOD = {"heads": 4, "weights": {"q": "q", "k": "k"}}

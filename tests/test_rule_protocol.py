@@ -537,18 +537,31 @@ def test_every_phase_in_torch_has_the_bits_of_the_kernels(optimizer):
     assert all(map(torch.equal, *params))
 
 
-def test_rules_are_short():
-    """A rule is at most 40 lines of code in a file of its own; part() has loaded the package."""
+def test_rules_are_short_and_in_files_of_their_own():
+    """A file of rules has at most 40 lines of code, with imports. No file outside rules/ and integrations/ names one of
+    the rules beside Muon's, NorMuon's and AdamW's.
+    """
     import ast
+    import io
+    import tokenize
     from pathlib import Path
 
-    folder = Path(part("rules.rule").__file__).parent / "named"
-    for path in [p for p in folder.glob("*.py") if p.name != "__init__.py"]:
-        tree = ast.parse(path.read_text())
-        lines = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
-                continue
-            if isinstance(node, ast.stmt) and not isinstance(node, (ast.Import, ast.ImportFrom)):
-                lines.add(node.lineno)
-        assert len(lines) <= 40, (path.name, len(lines))
+    module = part("rules.rule")  # loads the package
+    folder = Path(module.__file__).parent
+    registered = {**module.RULES, **part("rules.elementwise").ELEMENTWISE}
+    within = f"{package().__name__}.rules."
+    names = {name for name, rule in registered.items() if type(rule).__module__.startswith(within)}
+    modules = {type(registered[name]).__module__.removeprefix(within) for name in names}
+    paths = [folder / f"{module.replace('.', '/')}.py" for module in modules]
+    assert len(names) == 14 and len(paths) == 11
+    layout = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
+    lengths = {}
+    for path in paths:
+        tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        code = [t for t in tokens if t.type not in layout and not t.line.lstrip().startswith('"""')]
+        lengths[path.name] = len({line for t in code for line in range(t.start[0], t.end[0] + 1)})
+    assert 10 < min(lengths.values()) and max(lengths.values()) <= 40, lengths
+    for path in set(folder.parent.rglob("*.py")) - set(folder.rglob("*.py")):
+        if path.parent.name != "integrations":
+            found = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            assert not found & (names - {"muon", "normuon", "adamw"}), path.name

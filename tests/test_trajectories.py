@@ -39,8 +39,8 @@ def test_a_wrong_mapping_is_seen(trajectories, monkeypatch):
     assert row["agrees"] is False and float(row["deviation"]) > 1e-4 and row["reason"] == "another momentum"
 
 
-@pytest.mark.parametrize("name", ["keller_jordan", "emerging_optimizers", "megatron", "timm", "pytorch_optimizer",
-                                  "heavyball", "dion", "muonium"])
+@pytest.mark.parametrize("name", ["torch_elementwise", "keller_jordan", "scion", "emerging_optimizers", "megatron",
+                                  "timm", "pytorch_optimizer", "heavyball", "dion", "muonium"])
 def test_an_installed_package_takes_the_same_steps(name, trajectories):
     # After more steps, the sign of an update near 0 decides a cautious decay of Dion's: docs/peers.md
     for row in trajectories.compared(name, None, trajectories.STEPS if name == "dion" else STEPS):

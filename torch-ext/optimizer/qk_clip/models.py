@@ -7,12 +7,12 @@ projections, collects the weights and biases of each module, and counts heads.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..params.errors import shortened
+from ..params.errors import shortened, warn_caller
 from ..params.model import heads as head_rules
 from ..params.model.fused_weights import _weight
 from ..params.model.layouts import (
@@ -34,8 +34,12 @@ from ..params.param_groups import _places
 # Modules between projections and logits that undo any scaling of the projections
 NORMS = re.compile(r"^(q|k|qk|query|key)_?(layer_?)?norm$|^norm_(q|k)$|^(q|k)_ln$|^ln_(q|k)$")
 # Classes without logits of tokens by tokens
-LINEAR = re.compile(r"(^|\.)(XCA|\w*LinearAttention|MiniMaxLightningAttention)$")
-COSINE = re.compile(r"Swin\w*V2|swin_transformer_v2|cosine", re.IGNORECASE)
+LINEAR = re.compile(
+    r"(^|\.)(XCA|\w*(Linear|Delta)Attention|MiniMaxLightningAttention|\w*xLSTMLayer)$"
+)
+COSINE = re.compile(r"Swin\w*V2|Swin2SR|swin_transformer_v2|cosine|ZayaCCA", re.IGNORECASE)
+# Last part of the class names of modules that are attention. Deformable attention has no keys.
+ATTENTION_CLASS = re.compile(r"(?<!Deformable)(Attention|Attn)$")
 HOW = (
     "describe its layer by hand (docs/qk_clip.md), or leave the module out with exclude=[...] of "
     "QKClip.of"
@@ -58,7 +62,6 @@ def find_layers(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, dict
 
     Names and paths have no wrappers' prefixes, as in `get_default_muon_param_groups`. `exclude`:
     paths left out, with everything below. Raises ValueError, naming the module, if queries and keys
-    cannot be told or scaling would have no effect; or if no attention is found.
     """
     exclude = [exclude] if isinstance(exclude, str) else list(exclude)
     places, structure = _places(model)
@@ -86,12 +89,42 @@ def find_layers(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, dict
         if bias != place.name and bias in names:
             one.weights[bias] = _as_rows(parts)
     layers = {path: layer for path, one in found.items() if (layer := _layer(path, one))}
+    left_out = [structure.modules[path] for path in exclude if path in structure.modules]
+    unknown = _unknown(structure.modules, [*(one.module for one in found.values()), *left_out])
+    count = f"{len(unknown)} modules, the first {unknown[0]}, look" if unknown else ""
     if not layers:
         raise ValueError(
-            "the model has no attention whose queries and keys are known: describe the layers by "
-            "hand (docs/qk_clip.md)"
+            "the model has no attention whose queries and keys are known"
+            f"{f' ({count} like attention)' if count else ''}: describe the layers by hand "
+            "(docs/qk_clip.md)"
+        )
+    if count:
+        warn_caller(
+            f"{count} like attention, but their queries and keys are unknown: QK-clip will not "
+            f"scale their weights. For each module, {HOW}"
         )
     return layers
+
+
+def _unknown(modules: Mapping[str, nn.Module], known: Iterable[nn.Module]) -> list[str]:
+    """Labels of modules with the class name of attention and two matrices or more, that neither
+    contain nor belong to a module of `known`.
+
+    `modules`: {path: module} of the model. Of nested modules only the innermost are named.
+    """
+    inner = list(known)
+    known_ids = {id(module) for one in inner for module in one.modules()}
+    labels = []
+    for path, module in reversed(modules.items()):
+        kind = class_paths(module)[0]
+        if not ATTENTION_CLASS.search(kind) or LINEAR.search(kind) or id(module) in known_ids:
+            continue
+        within = {id(child) for child in module.modules()}
+        matrices = [param for param in module.parameters() if param.ndim >= 2]
+        if len(matrices) >= 2 and not any(id(one) in within for one in inner):
+            inner.append(module)
+            labels.append(_label(path, module))
+    return labels[::-1]
 
 
 def _label(path: str, module: nn.Module) -> str:

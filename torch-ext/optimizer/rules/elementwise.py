@@ -51,6 +51,8 @@ class Elementwise:
     counts: ClassVar[bool] = False  # whether each parameter has state `step`
     # Keys of its groups besides those of every group, with defaults
     options: ClassVar[dict[str, Any]] = {}
+    reads: ClassVar[tuple[str, ...]] = ()  # keys with a number, or a pair, for `constants`
+    makes: ClassVar[tuple[int, int]] = (0, 0)  # what `temporaries` returns
     has_radius: ClassVar[bool] = False  # whether lr is multiplied by the option `radius`
     decays: ClassVar[bool] = False  # whether `step` takes weight_decay of the form "decoupled"
     # Whether bf16 is stepped in fp32, because foreach operations round after each operation
@@ -58,17 +60,25 @@ class Elementwise:
 
     @classmethod
     def check(cls, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for a wrong value of an option in a group."""
+        """Raise ValueError for a wrong value of an option in a group: here for a wrong radius."""
+        if cls.has_radius:
+            check_radius(group)
 
     def constants(self, group: Mapping[str, Any]) -> tuple:
-        """Return numbers of a group that `step` takes from the host, besides lr and decay."""
-        raise NotImplementedError
+        """Return numbers of a group that `step` takes from the host, besides lr and decay: here
+        those of the keys `reads`, as floats.
+        """
+        numbers = []
+        for key in self.reads:
+            value = group[key]
+            numbers += value if isinstance(value, (tuple, list)) else [value]
+        return tuple(map(float, numbers))
 
     def temporaries(self, group: Mapping[str, Any]) -> tuple[int, int]:
         """Return how many tensors like W, for each W, `step` makes on a GPU: (at a time, returned).
         For `MemoryReport`.
         """
-        return (0, 0)
+        return self.makes
 
     def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """Step W and state in place; return tensors with the signs of the update, read for
@@ -104,6 +114,12 @@ def check_radius(group: Mapping[str, Any]) -> None:
     is_number = isinstance(radius, (int, float)) and not isinstance(radius, bool)
     if not (is_number and 0 < radius < math.inf):
         raise ValueError(f"radius={radius!r} is not allowed: it must be a finite number > 0")
+
+
+def torch_options(W: Tensors) -> dict[str, bool]:
+    """Return arguments of torch's functions that step W: fused on GPUs, else foreach."""
+    fused = W[0].is_cuda
+    return {"foreach": not fused, "fused": fused, "maximize": False}
 
 
 def step_size(group: Mapping[str, Any]) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.optim.adamw import adamw as torch_adamw
 
-from ..elementwise import Elementwise, Members, Tensors, register_elementwise
+from ..elementwise import Elementwise, Members, Tensors, register_elementwise, torch_options
 
 
 @register_elementwise
@@ -26,17 +26,12 @@ class AdamW(Elementwise):
     averages = ("exp_avg", "exp_avg_sq")
     counts = True
     options = {"betas": (0.9, 0.95), "eps": 1e-8}
+    reads = ("betas", "eps")
     decays = True
     in_fp32 = False  # torch's fused kernel computes in fp32
 
-    def constants(self, group: Mapping[str, Any]) -> tuple:
-        """Return (beta1, beta2, eps)."""
-        beta1, beta2 = group["betas"]
-        return float(beta1), float(beta2), float(group["eps"])
-
     def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
-        """See `Elementwise.step`. The kernel is fused on GPUs, else foreach."""
-        fused = of.W[0].is_cuda
+        """See `Elementwise.step`."""
         beta1, beta2, eps = self.constants(group)
         torch_adamw(
             of.W,
@@ -44,14 +39,12 @@ class AdamW(Elementwise):
             *of.averages,
             [],
             of.steps,
-            foreach=not fused,
-            fused=fused,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
             lr=of.lr,
             weight_decay=of.weight_decay,
             eps=eps,
-            maximize=False,
+            **torch_options(of.W),
         )
         return of.averages[0]

@@ -24,15 +24,8 @@ class Lion(Elementwise):
     name = "lion"
     averages = ("exp_avg",)
     options = {"betas": (0.9, 0.99)}
-
-    def constants(self, group: Mapping[str, Any]) -> tuple:
-        """Return (beta1, beta2)."""
-        beta1, beta2 = group["betas"]
-        return float(beta1), float(beta2)
-
-    def temporaries(self, group: Mapping[str, Any]) -> tuple[int, int]:
-        """See `Elementwise.temporaries`."""
-        return (2, 1)
+    reads = ("betas",)
+    makes = (2, 1)
 
     def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """See `Elementwise.step`."""

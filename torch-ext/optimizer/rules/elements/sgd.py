@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd as torch_sgd
 
-from ..elementwise import Elementwise, Members, Tensors, register_elementwise
+from ..elementwise import Elementwise, Members, Tensors, register_elementwise, torch_options
 from ..muon import SUM_KEY
 
 
@@ -42,21 +42,20 @@ class SGD(Elementwise):
         """See `Elementwise.step`."""
         W, G, (M,), _, lr, _ = of
         momentum, nesterov = self.constants(group)
-        fused = W[0].is_cuda
+        options = torch_options(W)
+        fused = options["fused"]
         # torch's foreach function writes Nesterov's update to the gradients
         update = [g.clone() for g in G] if nesterov and not fused else G
         torch_sgd(
             W,
             update,
             M,
-            foreach=not fused,
-            fused=fused,
             weight_decay=0.0,
             momentum=momentum,
             lr=lr,
             dampening=0.0,
             nesterov=nesterov,
-            maximize=False,
+            **options,
         )
         if fused and nesterov and group.get("decay") == "cautious":
             return torch._foreach_add(torch._foreach_mul(M, momentum), G)

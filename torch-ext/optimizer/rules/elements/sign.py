@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..elementwise import Elementwise, Members, Tensors, check_radius, register_elementwise
+from ..elementwise import Elementwise, Members, Tensors, register_elementwise
 
 
 @register_elementwise
@@ -26,19 +26,8 @@ class Sign(Elementwise):
     averages = ("momentum_buffer",)
     options = {"radius": 1.0}
     has_radius = True
-
-    @classmethod
-    def check(cls, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for a radius that is no number > 0."""
-        check_radius(group)
-
-    def constants(self, group: Mapping[str, Any]) -> tuple:
-        """Return (momentum,)."""
-        return (float(group["momentum"]),)
-
-    def temporaries(self, group: Mapping[str, Any]) -> tuple[int, int]:
-        """See `Elementwise.temporaries`."""
-        return (2, 1)
+    reads = ("momentum",)
+    makes = (2, 1)
 
     def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """See `Elementwise.step`. `lr`: times the radius."""
