@@ -22,6 +22,8 @@ from . import memory_report, pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
 from .communication.process_groups import ProcessGroups, check_process_group, world_now
 from .execution.cuda_graphs import check_environment, on_device
+from .execution.elementwise_updates import StatePlace
+from .execution.offload.offload import Offload
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
@@ -131,6 +133,9 @@ class Muon(MetricsMethods):
         NaN spoils its matrix. "skip": the matrix (AdamW: parameter) keeps weight and state on every
         rank, and `skipped` counts. "raise": nothing changes on any rank, and the step, which waits
         for the device, raises RuntimeError.
+    offload_state (False): True: momentum and all other state per element lies in host memory,
+        pinned on CUDA, and is copied to the GPU and back in every step; an int: so many bytes of it
+        stay on the GPU. Equal bits. No CUDA graphs. Call `wait` before you read `state`.
     overlap_backward (False): True: gradients are sent to owners during the backward inside
         `last_backward`. Each bucket has memory of its own. Equal bits.
     overlap_forward (False): True: on GPUs no stream waits for `step`. Each module of a model given
@@ -229,7 +234,7 @@ class Muon(MetricsMethods):
         self._consolidated = None  # result of consolidate_state_dict, until the next step
         self._skipped: torch.Tensor | None = None  # int64 count, on the device
         self._watch: Stopwatch | None = None  # times of the last step, with `timing`
-        self._preparation = Preparation()
+        self._preparation = Preparation(Offload(options) if options.offload_state else StatePlace())
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
         self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys
@@ -523,6 +528,7 @@ class Muon(MetricsMethods):
         as_bound = as_bound and self._bound.collects == self._collects
         if ready := as_bound and not self.timing:
             self._preparation.process_groups.begin_step()
+            self._preparation.place.prefetch()
         return self._backward_overlap.allow_start(ready)
 
     def plan_report(self) -> Report:
@@ -555,7 +561,7 @@ class Muon(MetricsMethods):
         if bound.all_jobs:
             graphs = (prepared.graphs, prepared.adamw_graphs)
             measured_bytes = memory_report.measured(
-                bound, itself.param_groups, itself.state, graphs
+                bound, itself.param_groups, itself.state, graphs, prepared.place
             )
         return itself._forecast(this_rank(), measured_bytes)
 
