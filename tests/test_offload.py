@@ -470,6 +470,12 @@ def test_values_that_are_no_place(value, optimizer):
         optimizer.Muon([nn.Parameter(torch.ones(2, 2))], offload_state=value)
 
 
+def test_split_weights_are_refused(optimizer):
+    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    with pytest.raises(NotImplementedError, match="master_weights='split16' .* offload_state .* leave one of them out"):
+        optimizer.Muon([weight], offload_state=True, master_weights="split16")
+
+
 def test_a_graph_of_the_whole_step_is_refused(optimizer):
     with pytest.raises(ValueError, match="offload_state is not allowed with capturable=True.*Leave one of them out"):
         optimizer.Muon([nn.Parameter(torch.ones(2, 2))], offload_state=True, capturable=True)

@@ -37,7 +37,7 @@ from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
-from .qk_clip.clip import QKClip
+from .qk_clip.clip import QKClip, attach_to
 from .report import Report, Stopwatch, report_of
 from .rules import check
 from .rules.decay import DECOUPLED
@@ -205,7 +205,7 @@ class Muon(MetricsMethods):
                 **extra,
             },
         )
-        self._attach_clip()
+        attach_to(self._options.qk_clip, self.param_groups)
         check_environment(validation.device_of(self.param_groups))
         check_memory(self.param_groups)
         self._init_groups()
@@ -248,15 +248,6 @@ class Muon(MetricsMethods):
         group_values.check_counts(given)
         self._rounding = rounding, seed
         self._master_weights = master_weights
-
-    def _attach_clip(self) -> None:
-        """Give `qk_clip` the parameters. Raises TypeError or ValueError if that is impossible."""
-        clip = self._options.qk_clip
-        if clip is None:
-            return
-        if not isinstance(clip, QKClip):
-            raise TypeError(f"qk_clip must be a QKClip or None, not {type(clip).__name__}")
-        clip.attach(self.param_groups)
 
     @property
     @waits_for_updates
