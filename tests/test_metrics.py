@@ -244,6 +244,24 @@ def test_orthogonality_error(shape, rtol, optimizer):
     assert math.isclose(opt.metrics().groups[0].orthogonality_error, error, rel_tol=rtol)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_values_do_not_depend_on_the_default_dtype(dtype, one_process, optimizer):
+    """Sums and errors were kept in it: the step failed half-way in bf16."""
+    params, before = [[nn.Parameter(t) for t in some] for some in whole(0)], torch.get_default_dtype()
+    steps = {seed: whole(seed) for seed in (1, 2)}
+    torch.set_default_dtype(dtype)
+    try:
+        opt = build(params, **EXACT)
+        for grads in steps.values():
+            for p, g in zip(flat(params), flat(grads)):
+                p.grad = g
+            opt.step()
+        found = opt.metrics(per_parameter=True).as_dict()
+    finally:
+        torch.set_default_dtype(before)
+    assert found == one_process
+
+
 def test_sampled_matrices_are_large_but_cheap(part, optimizer, monkeypatch):
     monkeypatch.setattr(part("metrics.collector"), "SAMPLED_ELEMENTS", 100)
     chosen = []

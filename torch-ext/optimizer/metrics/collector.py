@@ -44,13 +44,13 @@ class OrthogonalitySample:
         self.index = index
         self.param = param
         n = min(stack.shape[1:])
-        probes = torch.eye(n, device="cpu")
+        probes = torch.eye(n, dtype=torch.float32, device="cpu")
         if n > PROBES:
             generator = torch.Generator("cpu").manual_seed(0)
             signs = torch.randint(2, (n, PROBES), generator=generator, device="cpu") * 2 - 1
             probes = signs.float() / math.sqrt(PROBES)
         self.probes = probes.to(stack.device)
-        self.error = torch.zeros((), device=stack.device)
+        self.error = torch.zeros((), dtype=torch.float32, device=stack.device)
 
     def measure(self) -> None:
         """Write `error`, without a wait of the host."""
