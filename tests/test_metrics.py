@@ -350,12 +350,16 @@ def test_off_by_default_and_switched_without_a_plan(optimizer, monkeypatch):
         bound = opt._bound
         opt.step()
         assert opt._bound is bound, "a steady step binds nothing"
-    with pytest.raises(RuntimeError, match="collected nothing"):
+    with pytest.raises(RuntimeError, match="no step since collect_metrics was set"):
         opt.metrics()
     opt.collect_metrics = True
     opt.step()
     opt.release()
-    with pytest.raises(RuntimeError, match="released"):
+    with pytest.raises(RuntimeError, match="add_param_group or release"):
+        opt.metrics()
+    opt.step()
+    opt.load_state_dict(opt.state_dict())
+    with pytest.raises(RuntimeError, match="no step since collect_metrics was set, load_state_dict"):
         opt.metrics()
     with pytest.raises(ValueError, match="collect_metrics='yes'"):
         opt.collect_metrics = "yes"
@@ -515,13 +519,20 @@ def test_sinks_of_the_example(one_process, monkeypatch, tmp_path):
     assert [row["step"] for row in rows] == ["2", "4"] and rows[0].keys() == {"step", *one_process}
 
 
-def test_trainer_metrics(optimizer, monkeypatch):
-    """With the events that transformers sends, and accelerate's wrapper."""
+@pytest.fixture
+def trainer_callbacks(monkeypatch):
+    """Callbacks of `trainer_metrics` have a base class as transformers' TrainerCallback."""
     module = types.ModuleType("transformers")
     module.TrainerCallback = type("TrainerCallback", (), {})
     monkeypatch.setitem(sys.modules, "transformers", module)
     inside = part("integrations.trainer")
     inside._callback_class.cache_clear()
+    yield
+    inside._callback_class.cache_clear()
+
+
+def test_trainer_metrics(optimizer, trainer_callbacks):
+    """With the events that transformers sends, and accelerate's wrapper."""
     logs = []
     trainer = types.SimpleNamespace(log=logs.append)
     callback = optimizer.trainer_metrics(trainer, every=2)
@@ -538,4 +549,28 @@ def test_trainer_metrics(optimizer, monkeypatch):
         callback.on_train_begin(None, None, None, optimizer=torch.optim.SGD(flat(params)))
     with pytest.raises(ValueError, match="every=0"):
         optimizer.trainer_metrics(trainer, every=0)
-    inside._callback_class.cache_clear()
+
+
+def test_trainer_metrics_with_a_scaler_that_skips_steps(optimizer, trainer_callbacks):
+    """Nothing is logged for a step that the scaler left out: at first nothing is bound, then values would be old."""
+    logs, p = [], nn.Parameter(torch.randn(8, 6))
+    callback = optimizer.trainer_metrics(types.SimpleNamespace(log=logs.append), every=1)
+    opt, scaler = optimizer.Muon([p], unscale_in_step=False), torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(number, is_bad=False, then=lambda: None):
+        scaler.scale(p.square().sum() * (math.inf if is_bad else 1.0)).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        then()
+        callback.on_step_end(None, types.SimpleNamespace(global_step=number), None, optimizer=opt)
+        return len(logs)
+
+    for _ in "12":  # two calls of train()
+        callback.on_train_begin(None, None, None, optimizer=opt)
+        found = [step(1, True), step(2), step(3, True), step(4, then=opt.release), step(5)]
+        assert found == [0, 1, 1, 1, 2] and all("muon/group0/update_rms" in values for values in logs)
+        callback.on_train_end(None, None, None, optimizer=opt)
+        assert not opt._optimizer_step_post_hooks
+        opt.release()
+        logs.clear()
