@@ -318,6 +318,19 @@ def test_parameters_without_a_gradient_are_left_out():
         assert groups == [0, 2, 3, 4] and set(parameters) == names
 
 
+def test_every_parameter_has_a_key_of_its_own(optimizer):
+    """Numbers of parameters without names begin anew in each group, and long names are not cut as in messages."""
+    tensors, names = [torch.randn(4, 4) for _ in range(3)], [f"{'blocks.' * 60}{i}" for i in range(2)]
+    unnamed = [{"params": tensors[:2]}, {"params": tensors[2:], "use_muon": False}]
+    for groups, keys in ((unnamed, ["group0.#0", "group0.#1", "group1.#0"]), ([*zip(names, tensors)], names)):
+        opt = optimizer.Muon(groups)
+        opt.collect_metrics = True
+        for t in tensors:
+            t.grad = torch.randn(4, 4)
+        opt.step()
+        assert list(opt.metrics(per_parameter=True).parameters) == keys
+
+
 def test_clipped_heads(optimizer):
     q, k = (nn.Parameter(torch.randn(8, 6)) for _ in "qk")
     clip = optimizer.QKClip(1.0, {"attention": {"heads": 2, "weights": {"q": "q", "k": "k"}}})

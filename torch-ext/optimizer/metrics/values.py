@@ -38,7 +38,8 @@ class Metrics:
 
     # By index in `param_groups`; a group without a stepped parameter is left out
     groups: Mapping[int, GroupMetrics]
-    parameters: Mapping[str, ParameterMetrics]  # by name; empty unless asked for
+    # By name, "group<n>.#<index>" of parameters without names; empty unless asked for
+    parameters: Mapping[str, ParameterMetrics]
     clipped_heads: int | None = None  # by QK-clip, on all ranks; None without `qk_clip`
 
     def as_dict(self, prefix: str = "muon") -> dict[str, float]:
