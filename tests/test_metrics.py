@@ -544,6 +544,15 @@ def trainer_callbacks(monkeypatch):
     inside._callback_class.cache_clear()
 
 
+def test_columns_of_the_table_stay_if_keys_change(monkeypatch, tmp_path):
+    """A group without a gradient is left out; cells of the next were written in its place."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "examples"))
+    log = importlib.import_module("log_metrics").to_csv(tmp_path / "table.csv")
+    log({"a": 1.0, "b": 2.0}, 1)
+    log({"b": 3.0, "c": 4.0}, 2)
+    assert (tmp_path / "table.csv").read_text() == "step,a,b\n1,1.0,2.0\n2,,3.0\n"
+
+
 def test_trainer_metrics(optimizer, trainer_callbacks):
     """With the events that transformers sends, and accelerate's wrapper."""
     logs = []
