@@ -3,9 +3,11 @@ what is counted once, skipped or left out; equal bits with it on and off; no wai
 """
 from __future__ import annotations
 
+import copy
 import csv
 import importlib
 import math
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -376,6 +378,20 @@ def test_off_by_default_and_switched_without_a_plan(optimizer, monkeypatch):
         opt.metrics()
     with pytest.raises(ValueError, match="collect_metrics='yes'"):
         opt.collect_metrics = "yes"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))],
+                         ids=["deepcopy", "pickle"])
+def test_copies_collect_as_the_optimizer_does(copied, optimizer):
+    opt = optimizer.Muon([nn.Parameter(torch.randn(6, 5))])
+    assert not (copied(opt).collect_metrics or copied(opt).timing)
+    opt.collect_metrics = opt.timing = True
+    twin = copied(opt)
+    assert twin.timing
+    (p,) = twin.param_groups[0]["params"]
+    p.grad = torch.randn(6, 5)
+    twin.step()
+    assert twin.metrics().groups[0].update_rms > 0.0 and twin.plan_report()
 
 
 def test_no_wait_of_the_host_in_a_step(optimizer):
