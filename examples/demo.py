@@ -200,7 +200,8 @@ def run_all(processes: int, options: Options, seconds: float) -> list[Summary]:
 
 def print_table(console: Console, summaries: list[Summary]) -> None:
     """The final table."""
-    table = Table("optimizer", box=box.SIMPLE_HEAD, title="Losses in nats per byte, times are medians of steps without metrics")
+    title = "Losses in nats per byte, times are medians of steps without metrics"
+    table = Table("optimizer", box=box.SIMPLE_HEAD, title=title)
     for heading in ("lr", "train loss", "held-out", "step ms", "optimizer ms", "tokens/s"):
         table.add_column(heading, justify="right")
     for row in summaries:

@@ -298,6 +298,23 @@ def test_skipped_matrices(optimizer):
     assert found.parameters["0.1"].update_rms == 0.0 < found.parameters["0.1"].weight_rms
 
 
+def test_skipped_matrices_without_momentum_and_sums_of_sgd(optimizer):
+    """The error of an update of zeros is 1; momentum of SGD is a sum, which is not kept with momentum=0."""
+    p = nn.Parameter(torch.randn(6, 8))
+    vectors = [nn.Parameter(torch.randn(5)) for _ in "12"]
+    sgd = [{"params": [v], "use_muon": False, "rule": "sgd", "momentum": mu} for v, mu in zip(vectors, (0.0, 0.5))]
+    opt = optimizer.Muon([{"params": [p]}, *sgd], nonfinite="skip")
+    opt.collect_metrics = True
+    for _ in range(30):
+        p.grad = torch.full((6, 8), math.nan)
+        for v in vectors:
+            v.grad = torch.ones(5)
+        opt.step()
+    matrix, *found = opt.metrics().groups.values()
+    assert matrix.skipped == 1 and math.isclose(matrix.orthogonality_error, 1.0)
+    assert found[0].momentum_norm == 0.0 and math.isclose(found[1].momentum_norm, 2.0 * math.sqrt(5), rel_tol=1e-5)
+
+
 def missing(rank, world):
     from torch.distributed.tensor import Shard, init_device_mesh
 
@@ -311,13 +328,21 @@ def missing(rank, world):
         params[0][1].grad = None  # rank 0 has a gradient
     opt.step()
     found = opt.metrics(per_parameter=True)
-    return list(found.groups), list(found.parameters)
+    opt = package().Muon(some := [nn.Parameter(cut(torch.ones(n, n), mesh, [Shard(0)])) for n in (8, 4)])
+    opt.collect_metrics, errors = True, []
+    for is_missing in (False, True):  # the sampled matrix has no gradient
+        for p in some:
+            p.grad = None if is_missing and len(p) == 8 else cut(torch.ones(p.shape), mesh, [Shard(0)])
+        opt.step()
+        errors.append(opt.metrics().groups[0].orthogonality_error)
+    return list(found.groups), list(found.parameters), errors
 
 
 def test_parameters_without_a_gradient_are_left_out():
     names = {f"{i}.{j}" for i, (_, shapes) in enumerate(GROUPS) for j in range(len(shapes))} - {"0.0", "1.0", "2.1"}
-    for groups, parameters in run_threads(2, missing):
+    for groups, parameters, (error, of_none) in run_threads(2, missing):
         assert groups == [0, 2, 3, 4] and set(parameters) == names
+        assert error > 0.0 and of_none is None
 
 
 def test_every_parameter_has_a_key_of_its_own(optimizer):

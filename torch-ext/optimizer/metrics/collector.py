@@ -4,8 +4,8 @@ Updates ask the collector of their plan for memory when they are bound (`of_piec
 `samples`), and their launches write there in every step. The memory never moves, so CUDA graphs
 hold it. `Collector.table` reads it, after the step.
 
-[Note: counted once] A rank counts the elements for which it is the source: of a replica, another
-rank counts them. Owners count matrices whose state they alone keep, and their own chunks.
+[Note: counted once] Of several copies of an element, one rank counts: the source of the piece.
+Owners count matrices whose state they alone keep, and their own chunks.
 """
 
 from __future__ import annotations

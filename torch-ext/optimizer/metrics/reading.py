@@ -9,8 +9,8 @@ import torch
 
 from ..communication.nonfinite import reduce_sum
 from ..communication.process_groups import ProcessGroups
-from ..planning.plan import bucket_sort_key
 from ..params.errors import given_names
+from ..planning.plan import bucket_sort_key
 from ..qk_clip.clip import QKClip
 from .values import GroupMetrics, Metrics, ParameterMetrics, Sums
 
