@@ -120,7 +120,7 @@ def divide_by_moments(
     if O.numel() == 0:
         return
     N, R, C = O.shape
-    found = torch.empty((N, 1, 1), device=O.device) if factors is None else factors
+    found = factors if factors is not None else O.new_empty((N, 1, 1), dtype=torch.float32)
     if use_triton(O.device):
         size, tiles = R * C, -(-R * C // TILE)
         sums = new(found, N, tiles)
