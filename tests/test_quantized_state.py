@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import re
 
 import pytest
 import torch
@@ -344,7 +345,86 @@ def test_numbers_without_their_scales_are_refused(optimizer, tmp_path):
         dcp.load({"optimizer": copy.deepcopy(source.state_dict())}, checkpoint_id=tmp_path / "fp32", no_dist=True)
 
 
+def by_torch(rank, world, was, now, sharded, broadcast):
+    """Message of a load by torch's set_optimizer_state_dict; after one without error whether the momentum is that which
+    was saved. An optimizer of the saved dtype has to load it in any case.
+    """
+    from torch.distributed.checkpoint import state_dict as dsd
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    def built(dtype):
+        model = nn.Linear(70, 4, bias=False)
+        if sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        return model, package().Muon(package().get_default_muon_param_groups(model), lr=0.1, state_dtype=dtype)
+
+    def momentum_of(muon):
+        (state,) = [{key: value.full_tensor() if sharded else value for key, value in one.items()}
+                    for one in muon.state.values()]
+        values = state["momentum_buffer"]
+        wide = part("kernels.quantized.blocks").dequantize
+        return wide(values, state["momentum_scale"]) if values.dtype == INT8 else values
+
+    torch.manual_seed(0)
+    model, source = built(was)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) * 0.3  # a cast to int8 makes zeros of it
+    source.step()
+    full = dsd.StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
+    saved = dsd.get_optimizer_state_dict(model, source, options=full)
+    options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    found = []
+    for dtype in (was, now):
+        model, muon = built(dtype)
+        try:
+            dsd.set_optimizer_state_dict(model, muon, saved if rank == 0 or not broadcast else {}, options=options)
+            found.append(torch.allclose(momentum_of(muon), momentum_of(source), rtol=0.02))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def all_by_torch(rank, world, pairs):
+    return {(*pair, *ways): by_torch(rank, world, *pair, *ways)
+            for pair in pairs for ways in ((True, True), (True, False), (False, True), (False, False))}
+
+
+def test_formats_that_torch_mixes_are_refused(optimizer):
+    """set_optimizer_state_dict copies fp32 into new int8 numbers, and leaves the new scales as they are."""
+    for of_rank in run_ranks(2, all_by_torch, [(F32, INT8), (BF16, INT8), (INT8, F32)]):
+        for case, (same_dtype, other) in of_rank.items():
+            assert same_dtype is True, case
+            if other is not True:
+                assert re.search("saved.*_dtype, then pass that optimizer's state_dict|has cast the num", other), case
+            # torch passes whole plain tensors on as saved, with broadcast on rank 0
+            assert other is not True or case[:3] == (INT8, F32, False), case
+
+
+def test_new_state_is_loaded_as_new(optimizer, tmp_path):
+    """Of a parameter that no step has written, beside one with momentum; the next step has the bits of both."""
+    params, muon = trained(INT8, [])
+    muon.init_state()
+    go_on(params[1:], muon, [3])
+    blocks = part("kernels.quantized.blocks")
+    others, heir = trained(INT8, [])
+    wides, wide = trained(F32, [])
+    for other in (heir, wide):
+        other.load_state_dict(through_memory(muon))
+    assert not wide.state[wides[0]]["momentum_buffer"].any()
+    numbers, scales = heir.state[others[0]].values()
+    assert same([numbers, scales], list(muon.state[params[0]].values())) and scales.signbit().all()
+    assert not blocks.dequantize(numbers, scales).any()
+    others[1].data.copy_(params[1].detach())
+    for some, one in ((params, muon), (others, heir)):
+        some[2].data.zero_()
+        go_on(some, one, [4])
+    assert same(params, others)
+
+
 DAMAGES = {
+    "other numbers": (lambda s: s["momentum_buffer"].clamp_(-126, 126), INT8, "of parameter a are not those that"),
+    "other numbers, fp32": (lambda s: s["momentum_scale"].zero_(), F32, "of parameter a are not those that"),
     "no scales": (lambda s: s.pop("momentum_scale"), INT8, "momentum_buffer of parameter a has dtype torch.int8"),
     "no scales, fp32": (lambda s: s.pop("momentum_scale"), F32, "momentum_buffer of parameter a has dtype torch.int8"),
     "scales of other blocks": (lambda s: s.update(momentum_scale=torch.ones(20, 2)), INT8,
