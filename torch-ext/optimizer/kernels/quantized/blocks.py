@@ -41,8 +41,8 @@ def is_quantized(dtype: object) -> bool:
     return dtype is DTYPE
 
 
-def block_count(columns: int) -> int:
-    """Return the blocks of a row of `columns` elements."""
+def block_count(columns: int | torch.Tensor) -> int | torch.Tensor:
+    """Return the blocks of a row of `columns` elements, of each row of a tensor of them."""
     return -(-columns // BLOCK)
 
 
