@@ -20,6 +20,7 @@ WAYS = {
     "fsdp in bf16": ("fsdp", {"state_dtype": torch.bfloat16, "workspace_bytes": 40_000}),
     "fsdp in 8 bits": ("fsdp", {"state_dtype": torch.int8}),
     "fsdp, overlap": ("fsdp", {"overlap_backward": True}),
+    "fsdp, offload": ("fsdp", {"offload_state": 2_000}),
     "ddp": ("ddp", {}),
     "ddp, state at owners": ("ddp", {"shard_state": True, "workspace_bytes": 40_000}),
     "ddp, unreduced": ("ddp", {"grads_are_reduced": False}),

@@ -54,7 +54,7 @@ OF_RULES = {"hsdp columns": "muon_plus", "tp columns x fsdp rows": "normuon", "u
 @pytest.mark.parametrize("layout, rule", [(layout, OF_RULES.get(layout, "muon")) for layout in layouts()])
 def test_the_bits_of_one_process_on_every_layout(layout, rule, optimizer):
     problem = problem_of(layout, rule)
-    expected = alone(problem, rule)
+    expected = alone(problem, rule, {})
     assert all(state["momentum_buffer"].dtype == INT8 for state in expected)
     world = math.prod(layouts()[layout][0])
     assert [wrong for found in run_threads(world, on_rank, layout, problem, expected, rule) for wrong in found] == []
@@ -65,7 +65,7 @@ def test_overlap_leaves_the_bits(option, optimizer):
     layout = "tp columns x fsdp rows"
     problem = problem_of(layout, "muon")
     problem["options"]["nonfinite"], problem["gradients"][1][0][3, 5] = "propagate", 1.0
-    expected = alone(problem, "muon")
+    expected = alone(problem, "muon", {})
     for wrong in run_threads(4, on_rank, layout, problem, expected, "muon", {option: True}):
         assert wrong == []
 

@@ -30,8 +30,8 @@ FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 700, 60, 120, 3
 FOLDERS = ["kernels.backend", "kernels.launch", "kernels.weights", "kernels.elementwise", "kernels.quantized",
            "kernels.matmul", "kernels.onchip", "newton_schulz", "rules", "rules.elements", "rules.named",
            "params.model", "params.checks", "params", "pipeline", "planning", "communication", "state", "qk_clip",
-           "metrics", "execution", "execution.overlap", "report", "memory_report", "state_dict_methods",
-           "metrics_methods", "muon", "integrations", "__init__"]
+           "metrics", "execution", "execution.offload", "execution.overlap", "report", "memory_report",
+           "state_dict_methods", "metrics_methods", "muon", "integrations", "__init__"]
 FILES_IN_A_FOLDER = 8
 LEAVES = {"_ops", "params.errors", "params.dtensor", "params.units"}  # _ops is generated: the operators' namespace
 
@@ -254,6 +254,7 @@ FOREIGN = {
     "integrations.megatron": {"data", "_local_tensor"},  # memory and gradients, lent to views for a step
     "communication.process_groups": {"template", "bound_device_id", "_hash_ranks_to_str"},
     "execution.cuda_graphs": {"destroy_process_group", "shutdown"},
+    "execution.offload.memory": {"atexit"},
     "execution.overlap.module_hooks": {"unshard"},
     "integrations.trainer": {"collect_metrics"},  # the switch that users set, too
     "params.config": {"__signature__"},

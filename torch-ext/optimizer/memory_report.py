@@ -16,6 +16,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from .execution.cuda_graphs import Graphs
+from .execution.elementwise_updates import StatePlace
+from .execution.offload.offload import slots_for
+from .execution.offload.placement import KeptBytes
 from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
 from .execution.workspace import buffer_name
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
@@ -36,6 +39,7 @@ from .rules.muon import REST_KEY, is_split
 from .rules.rule import (
     STATES,
     group_state_dtype,
+    is_offloaded,
     keys_of,
     rule_of,
     state_device_and_dtype,
@@ -309,6 +313,7 @@ def _order(key: Key) -> tuple:
     return KINDS.index(kind), -1 if group is None else group, what, dtype or "", where
 
 
+SLOT_ROW: Key = ("workspace", "slots of offloaded state", None, None, "device")
 COPIES: Key = ("temporary", "temporaries of elementwise rules", None, None, "device")
 
 
@@ -319,6 +324,7 @@ def _bytes_at(
     of a group -> number of the group.
     """
     found = Counter()
+    kept = KeptBytes(options.offload_state) if options.offload_state else None
     for plan in plans:
         for i, param in enumerate(plan.params):
             number = numbers[id(plan.group_at(i))]
@@ -327,11 +333,13 @@ def _bytes_at(
             for kind, dtype in dtypes.items():
                 found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
             for key in keys_of(plan.group_at(i), param, options.state_dtype):
-                found.update(_state_at(rank, plan, i, key, number, options))
+                found.update(_state_at(rank, plan, i, key, number, options, kept))
         if not plan.group["use_muon"]:
             # Plans, and the buckets of a plan, are stepped in turn
             for members in _stepped_at(rank, plan):
                 found[COPIES] = max(found[COPIES], _copied_bytes(members, plan, options))
+    if nbytes := sum(n for key, n in found.items() if key[0] == "state" and key[-1] == "host"):
+        found[SLOT_ROW] += math.prod(slots_for(nbytes)) * (kept is not None)
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes
@@ -353,10 +361,16 @@ def _numel_at(rank: int, layout: Layout) -> int:
 
 
 def _state_at(
-    rank: int, plan: Plan, i: int, key: str, number: int, options: MuonConfig
+    rank: int,
+    plan: Plan,
+    i: int,
+    key: str,
+    number: int,
+    options: MuonConfig,
+    kept: KeptBytes | None,
 ) -> dict[Key, int]:
     """Return {key of the row: bytes} of state `key` of parameter `i` at a rank, as
-    `create.create_state` makes it.
+    `create.create_state` makes it. `kept`: of offload_state, None without.
     """
     param = plan.params[i]
     dtype = group_state_dtype(plan.group_at(i), options.state_dtype)
@@ -381,8 +395,10 @@ def _state_at(
             numel = _numel_at(rank, plan.state_layouts[key][i])
         else:
             numel = _numel_at(rank, layout)
-    row = _key("state", key, number, dtype, "device" if on_device else "host")
-    return {row: numel * dtype.itemsize}
+    nbytes = numel * dtype.itemsize
+    if kept is not None and is_offloaded(key):
+        on_device = not nbytes or kept.keeps(nbytes)
+    return {_key("state", key, number, dtype, "device" if on_device else "host"): nbytes}
 
 
 def _stepped_at(rank: int, plan: Plan) -> list[list[tuple[int, int]]]:
@@ -508,17 +524,24 @@ def _kinds_in_place(plan: Plan, bucket: Bucket, options: MuonConfig) -> set[str]
 
 
 def measured(
-    bound: BoundStep, groups: Sequence[dict], state: Mapping, graphs: Sequence[Graphs | None]
+    bound: BoundStep,
+    groups: Sequence[dict],
+    state: Mapping,
+    graphs: Sequence[Graphs | None],
+    place: StatePlace,
 ) -> Counter:
     """Return key of a row -> bytes of this rank: of weights, state, workspace, tables and graphs
-    that exist.
+    that exist. `place`: of state.
     """
     found, counted = Counter(), set()
     home = device_of(groups).type
-    for row, tensor in _held_by(groups, state):
+    for row, tensor in _held_by(groups, state, place):
         found[row] += local_of(tensor).nbytes
         counted.add(_memory_of(tensor))
     counted.update(_memory_of(p.grad) for g in groups for p in g["params"] if p.grad is not None)
+    for memory in place.slots():
+        found[SLOT_ROW] += memory.nbytes
+        counted.add(_memory_of(memory))
     for name, memory in _workspace_of(bound).items():
         found[_key("workspace", name, None, None)] += memory.nbytes()
         counted.add(memory.data_ptr())
@@ -533,14 +556,17 @@ def measured(
     return +found
 
 
-def _held_by(groups: Sequence[dict], state: Mapping) -> Iterator[tuple[Key, torch.Tensor]]:
+def _held_by(
+    groups: Sequence[dict], state: Mapping, place: StatePlace
+) -> Iterator[tuple[Key, torch.Tensor]]:
     """Yield (key of the row, tensor) of all weights and state."""
     for number, group in enumerate(groups):
         for param in group["params"]:
             yield _key("weights", "weights", number, param.dtype), param
             held = [(key, t) for key, t in state.get(param, {}).items() if torch.is_tensor(t)]
             for key, value in held:
-                where = "device" if value.device.type == param.device.type else "host"
+                is_away = place.holds(local_of(value)) or value.device.type != param.device.type
+                where = "host" if is_away else "device"
                 yield _key("state", key, number, value.dtype, where), value
 
 

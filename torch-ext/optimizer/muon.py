@@ -22,6 +22,8 @@ from . import memory_report, pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
 from .communication.process_groups import ProcessGroups, check_process_group, world_now
 from .execution.cuda_graphs import check_environment, on_device
+from .execution.elementwise_updates import StatePlace
+from .execution.offload.offload import Offload
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
@@ -35,7 +37,7 @@ from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
-from .qk_clip.clip import QKClip
+from .qk_clip.clip import QKClip, attach_to
 from .report import Report, Stopwatch, report_of
 from .rules import check
 from .rules.decay import DECOUPLED
@@ -131,6 +133,9 @@ class Muon(MetricsMethods):
         NaN spoils its matrix. "skip": the matrix (AdamW: parameter) keeps weight and state on every
         rank, and `skipped` counts. "raise": nothing changes on any rank, and the step, which waits
         for the device, raises RuntimeError.
+    offload_state (False): True: momentum and all other state per element lies in host memory,
+        pinned on CUDA, and is copied to the GPU and back in every step; an int: so many bytes of it
+        stay on the GPU. Equal bits. No CUDA graphs. Call `wait` before you read `state`.
     overlap_backward (False): True: gradients are sent to owners during the backward inside
         `last_backward`. Each bucket has memory of its own. Equal bits.
     overlap_forward (False): True: on GPUs no stream waits for `step`. Each module of a model given
@@ -200,7 +205,7 @@ class Muon(MetricsMethods):
                 **extra,
             },
         )
-        self._attach_clip()
+        attach_to(self._options.qk_clip, self.param_groups)
         check_environment(validation.device_of(self.param_groups))
         check_memory(self.param_groups)
         self._init_groups()
@@ -229,7 +234,7 @@ class Muon(MetricsMethods):
         self._consolidated = None  # result of consolidate_state_dict, until the next step
         self._skipped: torch.Tensor | None = None  # int64 count, on the device
         self._watch: Stopwatch | None = None  # times of the last step, with `timing`
-        self._preparation = Preparation()
+        self._preparation = Preparation(Offload(options) if options.offload_state else StatePlace())
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
         self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys
@@ -243,15 +248,6 @@ class Muon(MetricsMethods):
         group_values.check_counts(given)
         self._rounding = rounding, seed
         self._master_weights = master_weights
-
-    def _attach_clip(self) -> None:
-        """Give `qk_clip` the parameters. Raises TypeError or ValueError if that is impossible."""
-        clip = self._options.qk_clip
-        if clip is None:
-            return
-        if not isinstance(clip, QKClip):
-            raise TypeError(f"qk_clip must be a QKClip or None, not {type(clip).__name__}")
-        clip.attach(self.param_groups)
 
     @property
     @waits_for_updates
@@ -523,6 +519,7 @@ class Muon(MetricsMethods):
         as_bound = as_bound and self._bound.collects == self._collects
         if ready := as_bound and not self.timing:
             self._preparation.process_groups.begin_step()
+            self._preparation.place.prefetch()
         return self._backward_overlap.allow_start(ready)
 
     def plan_report(self) -> Report:
@@ -555,7 +552,7 @@ class Muon(MetricsMethods):
         if bound.all_jobs:
             graphs = (prepared.graphs, prepared.adamw_graphs)
             measured_bytes = memory_report.measured(
-                bound, itself.param_groups, itself.state, graphs
+                bound, itself.param_groups, itself.state, graphs, prepared.place
             )
         return itself._forecast(this_rank(), measured_bytes)
 

@@ -131,7 +131,8 @@ class StateDictMethods(ForwardOverlapMethods):
                 return gathered.mark(super().state_dict())
         self._find_world()
         complete = self.init_state if creates else None
-        shown = state_for_checkpoint(self.state, named, self._shared(), complete)
+        offloads = bool(self._options.offload_state)
+        shown = state_for_checkpoint(self.state, named, self._shared(), complete, offloads)
         with self._showing(shown):
             return super().state_dict()
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..params import errors
-from ..params.dtensor import local_of
+from ..params.dtensor import local_of, with_local
 from ..params.layout import row_chunks
 from .redistribute import by_rows
 from .store_barrier import wait_for_all
@@ -41,13 +41,14 @@ def state_for_checkpoint(
     named: dict[torch.Tensor, str],
     shared: Sequence[Shared],
     complete: Callable[[], None] | None = None,
+    offloads: bool = False,
 ) -> dict:
     """Return the state as row DTensors, see `as_row_dtensors`; state in no process group stays as
     stored. Collective; raises RuntimeError, before any collective, if a rank does not call in time.
 
     `named`: all parameters. `shared`: in an equal order on ranks with common process groups.
     `complete`: a function that creates missing entries of `state`, called on every rank; None: no
-    state is created.
+    state is created. `offloads`: as in `as_row_dtensors`.
     """
     with errors.during(
         "state_dict(), which all ranks of process_group call together where owners keep the state"
@@ -62,13 +63,15 @@ def state_for_checkpoint(
             complete()
         shown = {param: state[param] for param in named if param in state}
         for group, members in shared:
-            shown |= as_row_dtensors(state, members, group)
+            shown |= as_row_dtensors(state, members, group, offloads)
         return shown
 
 
-def as_row_dtensors(state: dict, members: Members, group: dist.ProcessGroup) -> dict:
+def as_row_dtensors(
+    state: dict, members: Members, group: dist.ProcessGroup, offloads: bool = False
+) -> dict:
     """Return {parameter: state with DTensors sharded by rows over `group`}; the state of a 0-D
-    parameter is plain and whole.
+    parameter is plain and whole. `offloads`: shards of state on the host are on the host.
 
     Raises RuntimeError, with the parameter's name, if the ranks together do not hold every row
     exactly once.
@@ -77,28 +80,37 @@ def as_row_dtensors(state: dict, members: Members, group: dist.ProcessGroup) -> 
     for param, key, have in _count_rows(shown, members, group):
         # A model that moved to another device left its state behind
         local = _rows(shown[param][key]).to(param.device)
+        home = shown[param][key].device if offloads else param.device
         rows = _row_count(param)
         # A DTensor has no dim 0 to shard there
         if param.ndim == 0:
             shown[param][key] = _broadcast_row(local, have, group)
         else:
             local = _exchange_rows(local, have, row_chunks(rows, len(have)), group)
-            shown[param][key] = by_rows(local, (rows, *local.shape[1:]), group)
+            found = by_rows(local, (rows, *local.shape[1:]), group)
+            # Offloaded state stays on the host
+            shown[param][key] = with_local(found, local.to(home)) if home != found.device else found
     return shown
 
 
 def move_to_owners(
-    state: dict, members: Members, wanted: dict[torch.Tensor, list[int]], group: dist.ProcessGroup
+    state: dict,
+    members: Members,
+    wanted: dict[torch.Tensor, list[int]],
+    group: dist.ProcessGroup,
+    offloads: bool = False,
 ) -> None:
     """Move rows of state, in place of the dict's entries, so that every rank holds the rows it is
     to keep.
 
-    `wanted`: {parameter: rows of each rank}. Raises as `as_row_dtensors`.
+    `wanted`: {parameter: rows of each rank}. `offloads`: rows that were on the host go back there
+    at once, so that a device holds one state at a time. Raises as `as_row_dtensors`.
     """
     for param, key, have in _count_rows(state, members, group):
         # A model that moved to another device left its state behind
-        local = _rows(state[param][key]).to(param.device)
-        state[param][key] = _exchange_rows(local, have, wanted[param], group)
+        rows = _rows(state[param][key])
+        moved = _exchange_rows(rows.to(param.device), have, wanted[param], group)
+        state[param][key] = moved.to(rows.device) if offloads else moved
 
 
 def gather(state: dict, members: Members, group: dist.ProcessGroup, to: int | None) -> dict:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like
+from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, on_mesh_device
 from ..params.layout import _cut_by_torch, layout_of, this_rank, unsupported_sharding
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def place_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         # On a mesh of equal ranks that is another object: no element moves
         if is_placed_like(value, param):
             return as_dtensor(value.to_local(), value.shape, param.device_mesh, param.placements)
-    whole = _gathered(value) if is_dtensor(value) else value
+    whole = _gathered(on_mesh_device(value)) if is_dtensor(value) else value
     if not is_dtensor(param):
         return whole
     # Placements that layout.py does not know are cut by torch

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, MomentumForm, Pack
-from ..kernels.elementwise.multi_tensor import NUMBERS
+from ..kernels.elementwise.multi_tensor import NUMBERS, Source
 from ..kernels.elementwise.row_scattered import ScatteredMatrices, stays
 from ..kernels.elementwise.weight_update import TO_INITIAL, StochasticRounding, WeightUpdate
 from ..kernels.quantized.blocks import is_quantized
@@ -69,6 +69,8 @@ from .workspace import BoundSelection, Stacks, copy_unless_in_place, whole_or
 
 Gradients = tuple[list[torch.Tensor], torch.Tensor | None]  # (tensors, int64 addresses on device)
 Views = Mapping[Piece, torch.Tensor]  # piece -> view of a buffer, (rows, columns)
+# (place of each piece in the mean of unreduced gradients, the mean)
+Means = tuple[Mapping[Piece, Source], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -173,24 +175,37 @@ class BoundUpdate(BucketUpdate):
             for p, offset_bytes in self.rank_plan.kept.items()
         }
 
-    def _momentum_args(self, pieces: Sequence[Piece]) -> tuple:
-        """Momentum arguments of `Pack` and `WeightUpdate`: (views of M, positions of the pieces in
-        the gradients, example gradients).
-
-        () on route "own" if another rank owns a piece: only owners keep momentum.
+    def _has_momentum(self, pieces: Sequence[Piece], means: Means | None = None) -> bool:
+        """Whether this rank keeps the momentum of `pieces`: of routes "own" and "reduce" only
+        owners do.
         """
-        if self.bucket.route == "own" and any(p.owner != self.rank for p in pieces):
+        if self.bucket.route == "reduce":
+            return means is not None
+        return self.bucket.route != "own" or all(p.owner == self.rank for p in pieces)
+
+    def _momentum_args(self, pieces: Sequence[Piece], means: Means | None = None) -> tuple:
+        """Momentum arguments of `Pack` and `WeightUpdate`: (views of M, positions of the pieces in
+        the gradients, example gradients). () unless `_has_momentum`. `means`: in place of the
+        gradients of the store.
+        """
+        if not self._has_momentum(pieces, means):
             return ()
-        return self._momenta(pieces), self.store.sources(pieces), self.store.gradients
+        momentum = self._momenta(pieces)
+        if means is None:
+            return momentum, self.store.sources(pieces), self.store.gradients
+        sources, mean = means
+        return momentum, [sources[p] for p in pieces], [mean]
 
     def _momenta(self, pieces: Sequence[Piece]) -> list[torch.Tensor] | list[QuantizedView]:
         """Views of M of `pieces`."""
         key = momentum_key(self.group)
         return self.store.momenta(pieces, key, self.options.state_dtype)
 
-    def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> AnyPack:
-        """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""
-        M, *sources = self._momentum_args(pieces)
+    def _bind_pack(self, pieces: Sequence[Piece], to: Views, means: Means | None = None) -> AnyPack:
+        """Bind the launch that reads G and M of `pieces` and writes U to the views `to`. `means`:
+        as in `_momentum_args`.
+        """
+        M, *sources = self._momentum_args(pieces, means)
         selected, members = self.selected_pieces.bind(pieces)
         U = whole_or(pieces, to, selected, members)
         form = self.store.skip(pieces), self._groups(pieces), self._momentum_form
@@ -219,9 +234,11 @@ class BoundUpdate(BucketUpdate):
                 found.append((self.store.states(of), [to[p] for p in of]))
         return found
 
-    def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> AnyWeightUpdate:
+    def _bind_weight_update(
+        self, pieces: Sequence[Piece], orthogonal: Views, means: Means | None = None
+    ) -> AnyWeightUpdate:
         """Bind the launch that writes W and M of `pieces`; O, and numbers sent by the owner, are
-        read from `orthogonal`.
+        read from `orthogonal`. `means`: as in `_momentum_args`.
         """
         # Replicas have selected nothing yet
         replicas = self.selected_pieces.unbound(pieces)
@@ -232,7 +249,7 @@ class BoundUpdate(BucketUpdate):
             whole_or(pieces, orthogonal, selected, members),
             self._scales(pieces),
             self.store.skip(pieces),
-            *(self._momentum_args(pieces) or (None, (), ())),
+            *(self._momentum_args(pieces, means) or (None, (), ())),
             self._groups(pieces),
             **self._form_args(pieces),
         )
@@ -404,10 +421,7 @@ class LocalUpdate(BoundUpdate):
 
         State that non-finite gradients may have to leave as it was is copied, see `Store.skip`.
         """
-        rule = self.rule
-        of_elements = [state.key for state in rule.state if state.per == "element"]
-        kinds = of_elements if rule.fused and self.store.flags is None else []
-        kinds = [*kinds, "weight"] if rule.fused and rule.reads_weight else kinds
+        kinds = self._kinds_in_place()
         piece_of = {(p.matrix, p.kind): p for p in self.rank_plan.stored}
         found = set()
         for wide, matrices in zip(self.stacks.wide, self.stacks.matrices):
@@ -419,6 +433,13 @@ class LocalUpdate(BoundUpdate):
                     wide[kind] = ScatteredMatrices(stored)
                     found.update(pieces)
         return found
+
+    def _kinds_in_place(self) -> list[str]:
+        """Kinds of pieces that `_leave_in_place` may leave where they are stored."""
+        rule = self.rule
+        of_elements = [state.key for state in rule.state if state.per == "element"]
+        kinds = of_elements if rule.fused and self.store.flags is None else []
+        return [*kinds, "weight"] if rule.fused and rule.reads_weight else kinds
 
     @property
     def update_momentum_early(self) -> bool:
@@ -636,51 +657,22 @@ class UnreducedUpdate(OwnerUpdate):
         # Momentum is written in `apply`, after the return all-to-all: the mean must survive until
         # then, in workspace that no later phase overwrites
         self.mean = Mean(self.to_owner, self.memory["until_apply"])
-        self._bind_owned(owned, [self.mean.source(p) for p in owned])
+        self._bind_owned(owned, ({p: self.mean.source(p) for p in owned}, self.mean.out))
         received = [p for p in self.to_shards.arrive if p.kind == "matrix"]
-        # No momentum: only the owner keeps and writes M
-        self.update_received = self.phases.weight_update(
-            self._sent(received, self.to_shards.arrive),
-            self.store.weights(received),
-            [self.to_shards.arrive[p] for p in received],
-            self._scales(received),
-            self.store.skip(received),
-            None,
-            (),
-            (),
-            self._groups(received),
-            **self._form_args(received),
-        )
+        # Without means no momentum: only the owner keeps and writes M
+        self.update_received = self._bind_weight_update(received, self.to_shards.arrive)
 
-    def _bind_owned(self, owned: list[Piece], sources: list) -> None:
-        """Bind launches on whole owned matrices. `sources`: positions of `owned` in the mean."""
-        store = self.store
+    def _bind_owned(self, owned: list[Piece], means: Means) -> None:
+        """Bind launches on whole owned matrices."""
         state = self._stored_state()  # of owned matrices: owners keep state
-        M = self._momenta(owned)
-        skip = store.skip(owned)
         whole = self.stacks.input_view
-        means = sources, [self.mean.out]
-        groups = self._groups(owned)
-        U = [whole[p] for p in owned]
-        squares = store.sums(owned, self.bucket.route)
-        form = skip, groups, self._momentum_form
-        self.pack_owned = self.phases.pack(M, U, *means, *form, squares=squares)
+        self.pack_owned = self._bind_pack(owned, whole, means)
         self.load = self._bind_loads(state, whole)
         self.save = self._bind_saves(state, whole)
         # The stacks lie in the shared scratch, which the next bucket takes over before `apply`
         kept = self._kept_views()
         self.disassemble = copy_unless_in_place({**self.to_shards.leave, **kept}, whole)
-        self.update_owned = self.phases.weight_update(
-            self._sent(owned, whole),
-            store.weights(owned),
-            [kept[p] for p in owned],
-            self._scales(owned),
-            skip,
-            M,
-            *means,
-            groups,
-            **self._form_args(owned),
-        )
+        self.update_owned = self._bind_weight_update(owned, {**whole, **kept}, means)
 
     def pack(self, constants: object) -> None:
         """Copy G of every piece to the send buffer, rounded to wire_dtype."""

@@ -82,15 +82,16 @@ class Graphs:
     after the part. Hence all graphs may share memory, and may be replayed in any order.
     """
 
-    def __init__(self, reason: str = "") -> None:
+    def __init__(self, reason: str = "", is_allowed: bool = True) -> None:
         """`reason`: text of the warning if a graph exists but cannot be replayed, given once; "":
-        no warning.
+        no warning. `is_allowed`: False captures nothing.
         """
         self.parts: dict[tuple[int, str], PartGraph] = {}  # (id of the owner, name of the method)
         self.stream: torch.cuda.Stream | None = None  # of captures
         self.reason = reason
         self.on = False  # parts are captured and replayed
-        self.failed = False  # a capture has failed; no part is captured again
+        # No part is captured: not allowed, or a capture has failed
+        self.failed = not is_allowed
         self.device = torch.device("cpu")
         # The running part is inside a capture of more than the part, of the whole step or by the
         # user: no error of the host can come between its launches and those of later parts

@@ -17,7 +17,8 @@ from ..kernels.elementwise.momentum import Copy, copy_torch
 from ..kernels.elementwise.multi_tensor import NUMBERS, write_squares
 from ..kernels.weights.split import join_into, split_into, wide_copies, wide_weights
 from ..params.dtensor import gradient_dtype
-from ..pipeline import BucketUpdate, Running
+from ..pipeline import BucketUpdate, Running, StepHook
+from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
 from ..rules import elementwise
 from ..rules.rule import host_constants
@@ -30,7 +31,7 @@ from .bucket_updates import (
     Views,
 )
 from .cuda_graphs import Graphs
-from .param_store import Store
+from .param_store import PlanInputViews, Store
 from .workspace import views_like
 
 
@@ -53,7 +54,7 @@ class ElementwiseUpdate(BucketUpdate):
         self.splits = store.rest_of(0) is not None  # of all parameters, or of none
         keys = elementwise.state_keys_of(store.groups[0], store.params[0])
         self.states = [store.locals(key) for key in keys]
-        self.flags = _flags(store, range(len(self.weights)))
+        self.flags = flags_of(store, range(len(self.weights)))
         # Rows of sums, and parts of the parameters that are stepped at a time; None: no sums
         self.rows, self.parts = None, [slice(None)]
         if store.collector is not None:
@@ -158,7 +159,7 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         for number in sorted(set(groups)):
             chosen = [i for i, group in enumerate(groups) if group == number]
             W, G, *states = ([tensors[i] for i in chosen] for tensors in lists)
-            flags = _flags(self.store, [owned[i].matrix.param for i in chosen])
+            flags = flags_of(self.store, [owned[i].matrix.param for i in chosen])
             scalars = self.store.scalars
             scalars = None if scalars is None else scalars[NUMBERS * number :]
             found.append((flags, W, G, states, self.store.groups[number], scalars))
@@ -175,7 +176,7 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         state = [self.store.state[p] for p in self.store.params]
         begun = [m.param for m in self.bucket.matrices if m.at[0] == 0]
         without = [n for n in begun if not state[n][self.rule.averages[0]].numel()]
-        return [state[number]["step"] for number in without], _flags(self.store, without)
+        return [state[number]["step"] for number in without], flags_of(self.store, without)
 
     def _bind_weights(self, owned: list[Piece], W: list[torch.Tensor]) -> None:
         """Bind copies of stepped weights `W` to the send buffer, and of received weights to
@@ -260,7 +261,7 @@ def _views(flat: Views, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [view.view(w.shape) for view, w in zip(flat.values(), like)]
 
 
-def _flags(store: Store, numbers: Sequence[int]) -> list[torch.Tensor] | None:
+def flags_of(store: Store, numbers: Sequence[int]) -> list[torch.Tensor] | None:
     """Non-finite flags of parameters, by index; None if gradients are not checked."""
     if store.flags is None:
         return None
@@ -274,6 +275,52 @@ def _steps(store: Store, piece: Piece) -> torch.Tensor:
     number = piece.matrix.param
     step = store.state[store.params[number]]["step"]
     return store.add_step_copy(number, step) if piece.matrix.at[0] else step
+
+
+class StatePlace:
+    """Where state lies, and how a step is bound to it. This class: with the parameters.
+    execution/offload has the other place, host memory.
+    """
+
+    def pack(self, plans: Sequence[Plan], state: dict, device: torch.device) -> None:
+        """Put the state of `plans` where it belongs; called before a step is bound."""
+
+    def begin(self, device: torch.device) -> None:
+        """Begin to bind a step."""
+
+    def store(self, plan: Plan, state: dict, inputs: PlanInputViews) -> Store:
+        """Return the store of a plan."""
+        return Store(plan, state, inputs)
+
+    def update_of(self, route: str) -> type[BucketUpdate]:
+        """Return the class of the updates of a route."""
+        return BUCKET_UPDATES[route]
+
+    @property
+    def elementwise_update(self) -> type[BucketUpdate]:
+        """The class of updates of AdamW where parameters are stored."""
+        return ElementwiseUpdate
+
+    def hook(self, stores: Sequence[Store]) -> StepHook | None:
+        """Return the first hook of a bound step."""
+        return None
+
+    def prefetch(self) -> None:
+        """Begin to fetch state of the next step, during backward."""
+
+    def wait(self) -> None:
+        """Let the host wait until the host can read and write state."""
+
+    def drop(self) -> None:
+        """Drop memory of the bound step."""
+
+    def holds(self, local: torch.Tensor) -> bool:
+        """Whether a local state lies away from its parameter."""
+        return False
+
+    def slots(self) -> list[torch.Tensor]:
+        """Memory on the device for state that is away."""
+        return []
 
 
 # Route of a bucket, as in `Bucket.route` -> class

@@ -22,7 +22,6 @@ from ..communication.nonfinite import FlagBuffers, NonfiniteFlags
 from ..communication.plan_check import check_plans
 from ..communication.process_groups import ProcessGroups, world_now
 from ..kernels.backend import capturing
-from ..metrics.collector import sampled_matrices
 from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
 from ..params.dtensor import form_of, is_dtensor, local_of
@@ -42,10 +41,10 @@ from ..rules.rule import host_constants, rule_of, selection_of, sends_signs
 from ..state import create
 from .bucket_updates import BucketInputs
 from .cuda_graphs import Graphs, release_before_groups
-from .elementwise_updates import BUCKET_UPDATES, ElementwiseUpdate
+from .elementwise_updates import BUCKET_UPDATES, ElementwiseUpdate, StatePlace
 from .fingerprint import StepFingerprint, memory_key
-from .param_store import PlanInputViews, Store
-from .step_inputs import InputBuffers, StepInputs
+from .param_store import Store
+from .step_inputs import InputBuffers, StepInputs, make_stores
 from .workspace import Workspace
 
 BucketTask = tuple[Store, dict, Bucket, RankPlan]  # the dict: the live parameter group
@@ -272,8 +271,9 @@ class Preparation:
     step; None if the next step has to look at everything.
     """
 
-    def __init__(self) -> None:
-        """Start without plans; call `drop_plans` before the first step."""
+    def __init__(self, place: StatePlace) -> None:
+        """Start without plans; call `drop_plans` before the first step. `place`: of state."""
+        self.place = place
         self.bound = BoundStep()
         self.world: object = None
         self.process_groups: ProcessGroups | None = None
@@ -325,6 +325,7 @@ class Preparation:
         the step. `collects`: the step collects metrics. `hook`: is told of state that moves, and of
         written buckets.
         """
+        self.place.wait()
         check_changed_groups(groups, own)
         if None in self._plan_keys.values():
             warn_of_idle(groups)
@@ -345,6 +346,7 @@ class Preparation:
                 self._memory_key = self._param_forms = self.fingerprint = None
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
+        self.place.pack(plans, state, device_of(groups))
         key = *memory_key(params, state, groups), scaled, collects
         if key != self._memory_key:
             forms = [form_of(p) for p in params]
@@ -388,6 +390,7 @@ class Preparation:
             groups,
             own,
             collects,
+            self.place,
         )
         if options.capturable and self.graphs.on:
             self.process_groups.check_capturable()
@@ -438,8 +441,9 @@ class Preparation:
         if self.process_groups is None:
             self.process_groups = ProcessGroups(dedicated=options.overlaps)
         if self.graphs is None:
+            reasons = SCALARS_CHANGED, GRADIENTS_MOVED
             self.graphs, self.adamw_graphs = [
-                Graphs(s * options.capturable) for s in (SCALARS_CHANGED, GRADIENTS_MOVED)
+                Graphs(reason * options.capturable, not options.offload_state) for reason in reasons
             ]
         self.unbind()
 
@@ -447,6 +451,7 @@ class Preparation:
         """Drop the bound step; plans stay."""
         self.forget_memory()
         self.bound = BoundStep()
+        self.place.drop()
         for graphs in (self.graphs, self.adamw_graphs):
             graphs.drop()
 
@@ -476,11 +481,12 @@ class BoundStep:
         groups: Sequence[dict] = (),
         own: Sequence[MuonConfig] = (),
         collects: bool = False,
+        place: StatePlace | None = None,
     ) -> None:
         """`graphs`: (of `jobs`, of `adamw_jobs`). `nonfinite`: as in `Muon`. `hook`: the last of
         `hooks`, and told of written buckets. `groups`: live parameter groups. `own`: options of
-        each group. `collects`: metrics are collected. Raises RuntimeError for a parameter whose
-        memory was freed.
+        each group. `collects`: metrics are collected. `place`: of state. Raises RuntimeError for a
+        parameter whose memory was freed.
         """
         self.jobs: list[Job] = []  # in the order of the pipeline
         # With capturable=True: AdamW where parameters are stored, in a CUDA graph of its own,
@@ -492,7 +498,9 @@ class BoundStep:
         buffers = InputBuffers(plans, flag_counts(plans), device)
         flags = None if nonfinite == "propagate" else FlagBuffers(plans, device)
         self.collects = collects
-        self.stores = _make_stores(plans, state, buffers, flags, collects)  # one for each plan
+        place = place or StatePlace()
+        place.begin(device)
+        self.stores = make_stores(plans, state, buffers, flags, collects, place.store)
         self.counting = [group for group in groups if STEPS_KEY in group]
         # Even without parameters on this rank: the check is collective, and other ranks may have
         # some
@@ -513,12 +521,13 @@ class BoundStep:
                 device_of(groups),
             )
         written = _all_told(clip, hook)
-        jobs = _bind(plans, self.stores, options, process_groups, graphs, written) if plans else []
+        shared = options, process_groups, graphs, written, place
+        jobs = _bind(plans, self.stores, *shared) if plans else []
         if clip is not None:
             clip.bind(jobs)
         self.missing = MissingGradients(plans, self.stores, process_groups, buffers.flags)
         # Work around the buckets of each step, in this order
-        hooks = (self.nonfinite, self.missing, clip, hook)
+        hooks = (place.hook(self.stores), self.nonfinite, self.missing, clip, hook)
         self.hooks: list[StepHook] = [hook for hook in hooks if hook is not None]
         early = len(jobs) if jobs and options.overlap_backward else 0
         self.inputs = StepInputs(buffers, self.stores, self.missing, early)
@@ -553,36 +562,6 @@ def _all_told(*hooks: StepHook | None) -> Callable[[BucketUpdate], None] | None:
     return told[0] if len(told) == 1 else tell
 
 
-def _make_stores(
-    plans: Sequence[Plan],
-    state: dict | None,
-    buffers: InputBuffers,
-    flags: FlagBuffers | None,
-    collects: bool,
-) -> list[Store]:
-    """A store for each plan. Raises RuntimeError for a parameter whose memory was freed, or whose
-    strides have changed so that its split cannot view them.
-    """
-    for plan in plans:
-        for number, p in enumerate(plan.params):
-            plan.check_strides(number)
-            if p.numel() and local_of(p).numel() and not local_of(p).untyped_storage().nbytes():
-                raise RuntimeError(
-                    f"parameter {plan.names[number]} has no memory: it was freed, and has to "
-                    "be materialized again before the step"
-                )
-    of_plans = [(None, {})] * len(plans)  # (flags, first flag of each parameter) of each plan
-    if flags is not None:
-        of_plans = [(flags.flags, offset) for offset in flags.flag_offset]
-    sampled = sampled_matrices(plans) if collects else [None] * len(plans)
-    return [
-        Store(plan, state, PlanInputViews(*views, *flags_of, matrices))
-        for plan, *views, flags_of, matrices in zip(
-            plans, buffers.addresses, buffers.scalars, buffers.keys, of_plans, sampled
-        )
-    ]
-
-
 def _bind(
     plans: Sequence[Plan],
     stores: Sequence[Store],
@@ -590,6 +569,7 @@ def _bind(
     process_groups: ProcessGroups,
     graphs: tuple[Graphs, Graphs],
     written: Callable[[BucketUpdate], None] | None,
+    place: StatePlace,
 ) -> list[Job]:
     """Bind the updates of all plans, in the order of the pipeline. Buckets of all plans share a
     workspace. Arguments as in `BoundStep`.
@@ -601,7 +581,7 @@ def _bind(
             own_graphs = adamw_graphs if options.capturable else None
             name = elementwise_of(plan.group).name.replace("adamw", "AdamW")
             label = f"{name} ({len(plan.params)} parameters, the first {store.names[0]})"
-            jobs.append((ElementwiseUpdate(store, label, written, own_graphs), plan.group))
+            jobs.append((place.elementwise_update(store, label, written, own_graphs), plan.group))
     # Labels count as `plan_report` does, where AdamW's updates come last with capturable
     skipped = len(jobs) if options.capturable else 0
     tasks = sorted_buckets(plans, stores, options)
@@ -626,7 +606,7 @@ def _bind(
             label=_label(len(jobs) - skipped, bucket, store),
             written=written,
         )
-        jobs.append((kind(inputs), group))
+        jobs.append((place.update_of(bucket.route)(inputs), group))
     return jobs
 
 

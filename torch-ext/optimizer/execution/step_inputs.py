@@ -2,25 +2,29 @@
 
 Kernels read lr, weight decay, momentum and the addresses of gradients from device memory. Launches
 and CUDA graphs stay valid while the values change from step to step. `InputBuffers` lays out the
-memory. `StepInputs` uploads, only if a value has changed.
+memory, and `make_stores` gives each plan its part. `StepInputs` uploads, only if a value has
+changed.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from ..communication.missing_grads import MissingGradients
+from ..communication.nonfinite import FlagBuffers
 from ..kernels.backend import capturing, use_triton
 from ..kernels.elementwise.multi_tensor import NUMBERS
+from ..metrics.collector import sampled_matrices
+from ..params.dtensor import local_of
 from ..planning.memory_model import ALIGNMENT
 from ..planning.planner import Plan
 from ..rules.muon import is_stochastic, rounding_key
 from ..rules.rule import device_scalars
 from .fingerprint import StepFingerprint
-from .param_store import Store
+from .param_store import PlanInputViews, Store
 
 # Copies to the device that may be in flight; each has pinned memory of its own
 STAGING_BUFFERS = 4
@@ -175,6 +179,37 @@ class StepInputs:
         self.memory.copy_(buffer, non_blocking=True)
         self.uploaded = None
         self.replayed = True
+
+
+def make_stores(
+    plans: Sequence[Plan],
+    state: dict | None,
+    buffers: InputBuffers,
+    flags: FlagBuffers | None,
+    collects: bool,
+    make_store: Callable[[Plan, dict, PlanInputViews], Store],
+) -> list[Store]:
+    """A store for each plan. Raises RuntimeError for a parameter whose memory was freed, or whose
+    strides have changed so that its split cannot view them.
+    """
+    for plan in plans:
+        for number, p in enumerate(plan.params):
+            plan.check_strides(number)
+            if p.numel() and local_of(p).numel() and not local_of(p).untyped_storage().nbytes():
+                raise RuntimeError(
+                    f"parameter {plan.names[number]} has no memory: it was freed, and has to "
+                    "be materialized again before the step"
+                )
+    of_plans = [(None, {})] * len(plans)  # (flags, first flag of each parameter) of each plan
+    if flags is not None:
+        of_plans = [(flags.flags, offset) for offset in flags.flag_offset]
+    sampled = sampled_matrices(plans) if collects else [None] * len(plans)
+    return [
+        make_store(plan, state, PlanInputViews(*views, *flags_of, matrices))
+        for plan, *views, flags_of, matrices in zip(
+            plans, buffers.addresses, buffers.scalars, buffers.keys, of_plans, sampled
+        )
+    ]
 
 
 def _addresses(gradients: Sequence[torch.Tensor | None]) -> list[int]:

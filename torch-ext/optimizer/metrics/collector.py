@@ -118,6 +118,19 @@ class Collector:
         )
         return rows_of_params, parts
 
+    def of_parts(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return rows for the sums of parts of parameters that are stepped where stored; `numbers`:
+        parameter of each part. The parts of a parameter are all of it.
+        """
+        count = len(self.elements)
+        counts = [self.rank in layout.replicas[0] for layout in self.plan.layouts]
+        for number in set(numbers):
+            numel = local_of(self.plan.params[number]).numel()
+            self.elements[number] = numel * counts[number]
+        squares = self._add([number if counts[number] else count for number in numbers])
+        (rows,) = squares.lay_out(None, len(numbers), local_of(self.plan.params[0]).device)
+        return rows
+
     def _add(self, rows: list[int]) -> Squares:
         """Return new memory for the sums of rectangles."""
         self.sums.append((Squares(), rows))

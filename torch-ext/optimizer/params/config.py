@@ -46,6 +46,8 @@ class MuonConfig:
     ns_dtype: torch.dtype | None = None  # matrix products; None: fp16, on CPUs fp32
     workspace_bytes: int | None = None  # limit on one rank; None: see `workspace_limit_bytes`
     capturable: bool = False  # True: the whole step is one CUDA graph
+    # True: state per element lies in host memory; an int: but for so many bytes
+    offload_state: bool | int = False
     nonfinite: str = "propagate"  # one of NONFINITE
     # True: gradients are sent to owners during backward, inside `Muon.last_backward`
     overlap_backward: bool = False
@@ -133,6 +135,7 @@ class MuonConfig:
                 f"process_group={shortened(repr(self.process_group))} is no process group of which "
                 "this rank is a member: only its members may build the optimizer with it"
             )
+        self._check_offload()
         self._check_overlap()
 
     def _refused(self, key: str, allowed: str) -> ValueError:
@@ -140,6 +143,17 @@ class MuonConfig:
         value = getattr(self, key)
         text = str(value) if key.endswith("_dtype") else repr(value)
         return ValueError(f"{key}={shortened(text)} is not allowed: it must be {allowed}")
+
+    def _check_offload(self) -> None:
+        """Raise ValueError for a value of offload_state, or an argument that it excludes."""
+        kept = self.offload_state
+        if type(kept) is not bool and (type(kept) is not int or kept < 1):
+            raise self._refused("offload_state", "True, False or a whole number of bytes >= 1")
+        if kept and self.capturable:
+            raise ValueError(
+                "offload_state is not allowed with capturable=True, which makes the whole step one "
+                "CUDA graph: state is copied by streams outside of it. Leave one of them out"
+            )
 
     def _check_overlap(self) -> None:
         """Raise ValueError for an argument that overlap_backward or overlap_forward excludes."""

@@ -104,12 +104,18 @@ def form_of(param: torch.Tensor) -> tuple:
     return param.shape, param.dtype, param.device, param._spec if is_dtensor(param) else None
 
 
-def zeros_of(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros with the shape, placements and strides of `param`, in `dtype`, outside autograd."""
+def zeros_of(
+    param: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """Zeros with the shape, placements and strides of `param`, in `dtype`, outside autograd.
+    `device`: of the local tensor; None: the parameter's.
+    """
     # DTensor's own zeros_like takes milliseconds
-    zeros = torch.zeros_like(local_of(param), dtype=dtype, requires_grad=False)
+    zeros = torch.zeros_like(local_of(param), dtype=dtype, requires_grad=False, device=device)
     if not is_dtensor(param):
         return zeros
+    if device is not None:
+        return with_local(param, zeros)
     return as_dtensor(zeros, param.shape, param.device_mesh, param.placements, param.stride())
 
 
@@ -131,6 +137,25 @@ def as_dtensor(
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
+
+
+def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
+    """Make the DTensor with the global shape and placements of `like` whose shard on this rank is
+    `local`, in its own dtype and on any device: the devices of the mesh, or the host.
+    """
+    from torch.distributed.tensor import DTensor
+
+    # A shard on the host would be copied to the devices of the mesh, a shard without memory is not
+    empty = torch.empty_like(local, device="meta")
+    spec = as_dtensor(empty, like.shape, like.device_mesh, like.placements, like.stride())._spec
+    return DTensor(local, spec, requires_grad=False)
+
+
+def on_mesh_device(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor with its shard on a device of its mesh, for collectives; all others unchanged."""
+    if not is_dtensor(tensor) or tensor.device.type == tensor.device_mesh.device_type:
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type)
 
 
 def is_by_rows(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

@@ -459,6 +459,11 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
             "shard_state=True or grads_are_reduced=False only owners keep state: leave these "
             "options out, or use another decay"
         )
+    if group.get(MASTER_KEY) is not None and options.offload_state:
+        raise NotImplementedError(
+            f"{MASTER_KEY}={group[MASTER_KEY]!r} keeps the rest of a weight on the device, but "
+            "with offload_state all state per element lies in host memory: leave one of them out"
+        )
     if not group["use_muon"]:
         return
     rule = rule_of(group)

@@ -328,3 +328,14 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(map(shortened, names[:3])) + (
         f", ... ({len(names)} in all)" if len(names) > 3 else ""
     )
+
+
+def attach_to(clip: object, groups: Sequence[dict]) -> None:
+    """Give the argument `qk_clip` of an optimizer its parameters, see `QKClip.attach`. Raises
+    TypeError unless it is a QKClip or None.
+    """
+    if clip is None:
+        return
+    if not isinstance(clip, QKClip):
+        raise TypeError(f"qk_clip must be a QKClip or None, not {type(clip).__name__}")
+    clip.attach(groups)

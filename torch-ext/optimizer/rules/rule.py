@@ -565,14 +565,22 @@ def group_state_dtype(group: Mapping[str, Any], dtype: torch.dtype) -> torch.dty
     return torch.float32 if is_quantized(dtype) and not group["use_muon"] else dtype
 
 
+def is_offloaded(key: str) -> bool:
+    """Whether the option `offload_state` moves state `key`: all with a number per element."""
+    return key in STATES and STATES[key].per == "element"
+
+
 def state_device_and_dtype(
-    key: str, param: torch.Tensor, dtype: torch.dtype
+    key: str, param: torch.Tensor, dtype: torch.dtype, offloads: bool = False
 ) -> tuple[torch.device, torch.dtype]:
-    """Return (device, dtype) of a parameter's state; `dtype`: of `group_state_dtype`.
+    """Return (device, dtype) of a parameter's state; `dtype`: of `group_state_dtype`. `offloads`:
+    whether the option `offload_state` is on.
 
     `step` lies on the GPU of a parameter there, since torch's fused AdamW reads it on the device;
     otherwise on the CPU, as in torch.
     """
+    if offloads and is_offloaded(key):
+        return torch.device("cpu"), state_device_and_dtype(key, param, dtype)[1]
     # fp32: bf16 has too few bits to count beyond 256
     if key == "step":
         return param.device if param.is_cuda else torch.device("cpu"), torch.float32

@@ -112,8 +112,8 @@ def complete_state(groups: list[dict], state: dict, options: Sequence[MuonConfig
                 _shard_plain_state(held, param, split)
             # Owners are chosen in the first step, and `move_to_owners` brings rows to the owners
             rows = _rows_at_rank(param, own) if own.owner_keeps_state else None
-            dtype = group_state_dtype(group, own.state_dtype)
-            create_state(held, param, keys_of(group, param, dtype), dtype, split, rows)
+            dtype, offloads = group_state_dtype(group, own.state_dtype), bool(own.offload_state)
+            create_state(held, param, keys_of(group, param, dtype), dtype, split, rows, offloads)
 
 
 def _shard_plain_state(state: dict, param: torch.Tensor, split: Split) -> None:
@@ -178,13 +178,14 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
 
     Raises RuntimeError if no rank holds a part of the state.
     """
+    offloads = bool(options.offload_state)
     for plan in plans:
         if plan.state_rows is not None:
             keys = sharded_keys(plan.groups)
             members = {p: (name, keys) for p, name in zip(plan.params, plan.names)}
             wanted = dict(zip(plan.params, plan.state_rows))
             with errors.during("the move of state to new owners"):
-                move_to_owners(state, members, wanted, plan.process_group)
+                move_to_owners(state, members, wanted, plan.process_group, offloads)
             group_rank = dist.get_group_rank(plan.process_group, this_rank())
         for i, p in enumerate(plan.params):
             if plan.state_rows is None:
@@ -193,7 +194,8 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
             if plan.split(i).view == "flatten":
                 _make_contiguous(state[p])
             dtype = group_state_dtype(plan.group, options.state_dtype)
-            create_state(state[p], p, keys_of(plan.group, p, dtype), dtype, plan.split(i), rows)
+            keys = keys_of(plan.group, p, dtype)
+            create_state(state[p], p, keys, dtype, plan.split(i), rows, offloads)
 
 
 def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_rows: bool) -> None:
@@ -260,9 +262,10 @@ def create_state(
     dtype: torch.dtype,
     split: Split = WHOLE,
     rows: int | None = None,
+    offloads: bool = False,
 ) -> None:
     """Create missing zero state of a parameter, in place, and move existing state to the
-    parameter's device. The initial weight is a copy of the parameter.
+    parameter's device, with `offloads` to the host. The initial weight is a copy of the parameter.
 
     `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`;
     further state of a rule by `rules.rule.State`; "step", a scalar. `split`: how the parameter is
@@ -285,7 +288,9 @@ def create_state(
     if REST_KEY not in keys:
         state.pop(REST_KEY, None)
     for key in keys:
-        device, key_dtype = state_device_and_dtype(key, param, dtype)
+        device, key_dtype = state_device_and_dtype(key, param, dtype, offloads)
+        # None: the parameter's
+        place = device if offloads and device != param.device else None
         if key in state:
             # model.to() moves parameters only
             if state[key].device != device:
@@ -299,10 +304,10 @@ def create_state(
         elif STATES[key].per != "element":
             state[key] = _zeros_of_shape(param, state_shape(param, key, split), key_dtype)
         elif key == INITIAL_KEY:
-            state[key] = zeros_of(param, key_dtype)
+            state[key] = zeros_of(param, key_dtype, place)
             local_of(state[key]).copy_(local_of(param))
         else:
-            state[key] = zeros_of(param, key_dtype)
+            state[key] = zeros_of(param, key_dtype, place)
     if needs_scales and is_quantized(state[momentum].dtype):
         mark_unwritten(local_of(state[momentum]), local_of(state[SCALE_KEY]))
 

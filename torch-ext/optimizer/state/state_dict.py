@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..communication.redistribute import place_like
 from ..kernels.quantized.blocks import is_quantized
 from ..params.config import MuonConfig
-from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of
+from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
@@ -669,9 +669,10 @@ def _restored_state(
     `group`: with the options on which the keys depend.
     """
     restored = {}
+    offloads = bool(options.offload_state)
     momentum_dtype = group_state_dtype(group, options.state_dtype)
     for key in [k for k in keys_of(group, param, momentum_dtype) if k in state]:
-        device, dtype = state_device_and_dtype(key, param, momentum_dtype)
+        device, dtype = state_device_and_dtype(key, param, momentum_dtype, offloads)
         value = as_tensor(state[key]).detach()
         if key == "step":
             value = value.reshape(())
@@ -687,11 +688,11 @@ def _restored_state(
         to_8_bits = is_quantized(dtype) and value.dtype.is_floating_point
         # A copy: the user's state dict must not change with the next step
         local = local.to(device, local.dtype if to_8_bits else dtype, copy=True)
-        restored[key] = (
-            as_dtensor(local, value.shape, value.device_mesh, value.placements)
-            if is_dtensor(value)
-            else local
-        )
+        restored[key] = local
+        if is_dtensor(value) and offloads:
+            restored[key] = with_local(value, local)
+        elif is_dtensor(value):
+            restored[key] = as_dtensor(local, value.shape, value.device_mesh, value.placements)
         if to_8_bits:
             scales_shape = state_shape(param, SCALE_KEY, split)
             restored[key], restored[SCALE_KEY] = in_8_bits(restored[key], scales_shape, split)

@@ -289,14 +289,15 @@ def waits_for_updates(method: Callable) -> Callable:
     def after(self: object, *arguments: object, **options: object) -> object:
         itself = self._itself()
         itself._forward_overlap.wait()
+        itself._preparation.place.wait()
         return method(itself, *arguments, **options)
 
     return after
 
 
 class ForwardOverlapMethods(torch.optim.Optimizer):
-    """Base class: public methods of overlap_forward. Subclasses set `_forward_overlap` and
-    `_itself`, a weak reference to the optimizer.
+    """Base class: public methods of overlap_forward. Subclasses set `_forward_overlap`,
+    `_preparation`, and `_itself`, a weak reference to the optimizer.
     """
 
     def updates_return_during(self, model: torch.nn.Module) -> None:
@@ -311,12 +312,15 @@ class ForwardOverlapMethods(torch.optim.Optimizer):
         )
 
     def wait(self) -> None:
-        """Let the current stream wait for the last `step`; the host continues.
+        """Let the current stream wait for the last `step`; the host continues, but waits for state
+        in host memory (offload_state).
 
         Needed with overlap_forward=True before weights, state or gradients are read or written by
-        anything but the forward of a model given to `updates_return_during`.
+        anything but the forward of a model given to `updates_return_during`; with offload_state
+        before state is read or written.
         """
         self._forward_overlap.wait()
+        self._preparation.place.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With set_to_none=False the current stream waits until the step has read the

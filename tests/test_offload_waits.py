@@ -1,0 +1,272 @@
+"""The waits between the streams of offloaded state. No GPU is needed: a recorder stands in for the streams and keeps,
+for each stream, what is certain to have ended (vector clocks). Two accesses to one memory, one of them a write, must be
+ordered, and so must the host's. Each wait is dropped in turn: the check has to see it.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.ranks import part
+
+HOST = "host"
+# Wait that is dropped: (stream that waits, event)
+WAITS = [("inward", "used"), ("inward", "written"), ("compute", "fetched"), ("outward", "used"), (HOST, "written"),
+         (HOST, "fetched")]
+ITEMS = 12  # elements of host memory, each a state of its own
+
+
+class Event:
+    def __init__(self, name):
+        self.name, self.clock = name.split()[0], {}
+
+
+@dataclass
+class Access:
+    """An operation of a stream: what it reads and writes, as ranges of addresses."""
+
+    kind: str
+    stream: str
+    tick: int
+    clock: dict  # stream -> ticks that have ended when it begins
+    reads: list
+    writes: list
+    is_used: bool = True  # False: a fetch whose result nobody reads
+
+    def follows(self, other):
+        return self.stream == other.stream and self.tick > other.tick or self.clock.get(other.stream, 0) >= other.tick
+
+
+def place(tensor):
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def meet(ours, theirs):
+    return any(a < d and c < b for a, b in ours for c, d in theirs)
+
+
+class Recorder:
+    """Stands in for `CopyStreams`. Copies are made at once, so that values can be compared, too.
+
+    `dropped`: a wait of WAITS that is left out; with `instance`, only the one of this number.
+    """
+
+    def __init__(self, dropped=None, instance=None, compute_streams=1):
+        self.dropped, self.instance, self.compute_streams = dropped, instance, compute_streams
+        self.clocks = collections.defaultdict(dict)
+        self.accesses, self.shared, self.count = [], [], 0
+        self.waits = collections.Counter()
+
+    def named(self, stream):
+        """The current stream may be another one for each launch, as during backward."""
+        return f"compute {self.count % self.compute_streams}" if stream == "compute" else stream
+
+    def add(self, kind, stream, reads=(), writes=()):
+        stream = self.named(stream)
+        clock = self.join(stream, self.clocks[HOST])  # what the host knows when it enqueues has ended
+        tick = clock.get(stream, 0) + 1
+        self.accesses.append(Access(kind, stream, tick, dict(clock), list(map(place, reads)), list(map(place, writes))))
+        clock[stream] = tick
+        return self.accesses[-1]
+
+    def join(self, stream, other):
+        clock = self.clocks[stream]
+        for name, tick in other.items():
+            clock[name] = max(clock.get(name, 0), tick)
+        return clock
+
+    def is_dropped(self, wait):
+        self.waits[wait] += 1
+        return self.dropped == wait and self.instance in (None, self.waits[wait])
+
+    # The calls of `CopyStreams`
+
+    def event(self, name):
+        return Event(name)
+
+    def record(self, event, stream):
+        event.clock = dict(self.join(self.named(stream), self.clocks[HOST]))
+
+    def wait(self, stream, event):
+        if not self.is_dropped((stream, event.name)):
+            self.join(self.named(stream), event.clock)
+
+    def synchronize(self, event):
+        if not self.is_dropped((HOST, event.name)):
+            self.join(HOST, event.clock)
+
+    def copy(self, stream, copies):
+        self.add(stream, stream, [source for _, source in copies], [to for to, _ in copies])
+        for to, source in copies:
+            to.copy_(source)
+
+    def share(self, memory):
+        self.shared.append(memory)
+        self.add("memory", "compute", writes=[memory])  # of something freed that may still be in use
+
+    # The check
+
+    def check(self):
+        """Every two accesses that conflict are in the order in which they were enqueued; a launch reads what was
+        fetched last, and what was fetched is not stale.
+        """
+        self._check_launches()
+        for first, second in itertools.combinations(self.accesses, 2):
+            pairs = [(first.writes, second.writes)]
+            pairs += [(first.reads, second.writes)] * first.is_used + [(first.writes, second.reads)] * second.is_used
+            if any(meet(*pair) for pair in pairs):
+                assert second.follows(first), f"{first.kind} {first.tick} and {second.kind} {second.tick} race"
+
+    def _check_launches(self):
+        for access in self.accesses:
+            access.is_used = access.kind != "inward"
+        for number, launch in enumerate(self.accesses):
+            if launch.kind != "launch":
+                continue
+            before = self.accesses[:number]
+            fetch = [a for a in before if a.kind == "inward" and meet(a.writes, launch.reads)][-1]
+            fetch.is_used = True
+            after = before[before.index(fetch):]
+            assert all(meet([span], fetch.writes) for span in launch.reads), "the slot holds another part"
+            assert not any(meet(a.writes, fetch.reads) for a in after), "what was fetched is stale"
+
+
+class Program:
+    """Steps of launches on the states of a host memory, and what they should have computed."""
+
+    def __init__(self, recorder, slots):
+        self.scheduling, self.recorder = part("execution.offload.scheduler"), recorder
+        self.memory = part("execution.offload.memory").HostMemory([4] * ITEMS, torch.device("cpu"))
+        self.views = [self.memory.view(i, (1,), (1,), torch.float32) for i in range(ITEMS)]
+        self.expected = [float(i) for i in range(ITEMS)]
+        for view, value in zip(self.views, self.expected):
+            view.fill_(value)
+        self.scheduler = self.scheduling.Scheduler(recorder, torch.device("cpu"), 256 * ITEMS, slots)
+        self.known = {}
+        self.launches = 0
+
+    def launch(self, items, writes):
+        """A launch on some states, one part: x <- 2 x + number of the launch."""
+        self.launches += 1
+        some = [self.views[i] for i in items]
+        key = tuple(items), writes
+        if key not in self.known:
+            self.known[key] = self.scheduling.Part(self.memory, some, writes)
+        one = self.known[key]
+        self.scheduler.place(one)
+
+        def work():
+            places = [one.on_device(view) for view in some]
+            self.recorder.add("launch", "compute", places, places if writes else [])
+            for i, at in zip(items, places):
+                assert at.item() == self.expected[i]
+                if writes:
+                    at.mul_(2).add_(self.launches)
+                    self.expected[i] = at.item()
+
+        self.scheduler.run(one, work)
+        self.recorder.count += 1
+
+    def step(self, launches):
+        self.scheduler.prefetch()
+        for items, writes in launches:
+            self.launch(items, writes)
+        self.scheduler.end_step()
+
+    def read(self):
+        """What the host does between steps: it waits, reads, and writes."""
+        self.scheduler.wait()
+        self.recorder.add("host", HOST, [self.memory.flat], [self.memory.flat])
+        assert [view.item() for view in self.views] == self.expected
+        self.views[0].add_(1)
+        self.expected[0] += 1
+
+
+def in_a_row(count, writes=True):
+    """`count` launches on states of their own."""
+    return [([i], writes) for i in range(count)]
+
+
+PROGRAMS = {f"{count} parts": [in_a_row(count)] * 3 for count in (1, 3, 5, 7)}
+PROGRAMS |= {
+    "read, then written in other parts": [in_a_row(6, False) + [([0, 1, 2], True), ([3, 4], True), ([5], True)]] * 3,
+    "neighbours share states": [[([0, 1], True), ([1, 2], True), ([2, 3], True), ([0, 3], False), ([3], True)]] * 3,
+    "one twice in a row": [[([0], True), ([0], True), ([1], False), ([1], True), ([0], False)]] * 3,
+    "another order": [in_a_row(5), in_a_row(5)[::-1], in_a_row(3), in_a_row(7), in_a_row(5)],
+    "only read": [in_a_row(5, False)] * 3,
+}
+
+
+def played(name, recorder, slots, *, reads=True):
+    program = Program(recorder, slots)
+    for step in PROGRAMS[name]:
+        program.step(step)
+        if reads:
+            program.read()
+    program.read()
+    return program
+
+
+SHARED = ("read, then written in other parts", "neighbours share states", "one twice in a row")
+
+
+# Launches on one state are in the order of the compute stream: a step on a side stream is joined before they share one
+@pytest.mark.parametrize("name, compute_streams", [(name, 1) for name in PROGRAMS] +
+                         [(name, 2) for name in PROGRAMS if name not in SHARED])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_no_two_accesses_race(name, slots, compute_streams):
+    recorder = Recorder(compute_streams=compute_streams)
+    program = played(name, recorder, slots)
+    recorder.check()
+    assert set(recorder.waits) >= set(WAITS) - {("outward", "used")}
+    # Every stream is told of the memory of the slots, and there is no other memory
+    assert [m.data_ptr() for m in recorder.shared] == [slot.memory.data_ptr() for slot in program.scheduler.slots]
+    assert len(recorder.shared) == slots
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("dropped", WAITS, ids=" ".join)
+def test_the_check_sees_each_wait_that_is_dropped(dropped, slots):
+    missed = []
+    for name in PROGRAMS:
+        recorder = Recorder(dropped)
+        played(name, recorder, slots)
+        try:
+            recorder.check()
+        except AssertionError:
+            continue
+        missed.append(name)
+    seen = set(PROGRAMS) - set(missed)
+    # Where every launch writes, the fetch waits for the write-back of its slot, which waits for the launch
+    reading = dropped in (("inward", "used"), (HOST, "fetched"))
+    assert seen >= ({"only read"} if reading else {"5 parts", "7 parts", "another order"}), missed
+
+
+@pytest.mark.parametrize("dropped", WAITS[1:5], ids=" ".join)
+def test_none_of_the_waits_of_a_step_is_spare(dropped):
+    """Each single wait is needed: of fetches, those of the second step into slots that are used again in it, parts 3
+    and 4. Fetches before them follow one that has waited for all that was written.
+    """
+    count = Recorder()
+    played("5 parts", count, 3, reads=False)
+    instances = (9, 10) if dropped == ("inward", "written") else range(1, count.waits[dropped] + 1)
+    for instance in instances:
+        recorder = Recorder(dropped, instance)
+        played("5 parts", recorder, 3, reads=False)
+        with pytest.raises(AssertionError, match="race"):
+            recorder.check()
+
+
+def test_parts_are_fetched_ahead_from_the_second_step_on():
+    """While a part is computed, the next one is on its way, and the one before is written back."""
+    recorder = Recorder()
+    played("7 parts", recorder, 3)
+    kinds = [access.kind for access in recorder.accesses if access.kind in ("inward", "launch", "outward", HOST)]
+    first, second = kinds[:kinds.index(HOST)], kinds[kinds.index(HOST) + 1:][:21]
+    assert first == ["inward", "launch", "outward"] * 7
+    assert second == ["inward"] * 3 + ["launch", "outward", "inward"] * 4 + ["launch", "outward"] * 3

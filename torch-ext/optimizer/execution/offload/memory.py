@@ -1,0 +1,125 @@
+"""Host memory of offloaded state: one flat allocation, pinned for a GPU, with a view of each state.
+
+One allocation lets neighbouring state be copied at once: the copies of a launch take few calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+# Every state begins at a multiple, in bytes: the widest access of a kernel, and cache lines
+ALIGNMENT = 256
+# The order of copies and kernels is tested by a model of streams and events, not yet on a GPU
+UNTRIED = (
+    "offload_state has run on CPUs only: no test has run its copies on a GPU yet. Before you rely "
+    "on it, compare the weights of some steps with those of a run without offload_state: they are "
+    "equal to the last bit"
+)
+PORTABLE = 1  # flag of cudaHostRegister: pinned for every context of the process
+
+
+class HostMemory:
+    """A flat uint8 tensor on the host with a place for each of several states."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        """`sizes`: bytes of each state. `device`: of the parameters. Raises RuntimeError if a GPU
+        cannot pin the memory.
+        """
+        if device.type == "cuda":
+            # Once a process, by Python's filter of warnings
+            warnings.warn(UNTRIED, stacklevel=2)
+        padded = [nbytes + -nbytes % ALIGNMENT for nbytes in sizes]
+        # Of each state, then the end
+        self.starts = list(itertools.accumulate(padded, initial=0))
+        # End of a state -> start of the next
+        self.next_start = {
+            start + nbytes: start + whole
+            for start, nbytes, whole in zip(self.starts, sizes, padded)
+            if nbytes
+        }
+        self.nbytes = self.starts[-1]
+        self.flat = _host_bytes(self.nbytes, device, self)
+        self.address = self.flat.data_ptr()
+
+    def view(
+        self, number: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The place of state `number`, as a dense tensor of `shape` and `strides`."""
+        start, stop = self.starts[number : number + 2]
+        return self.flat[start:stop].view(dtype).as_strided(shape, strides)
+
+    def offset_of(self, view: torch.Tensor) -> int:
+        """Bytes from the start of the memory to the first element of a view."""
+        return view.data_ptr() - self.address
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of this memory. Tensors without elements are not."""
+        is_inside = 0 <= tensor.data_ptr() - self.address < self.nbytes
+        return tensor.device.type == "cpu" and tensor.numel() > 0 and is_inside
+
+    def ranges_of(self, views: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+        """The ranges (start, stop) of bytes of dense views, ascending; adjacent ones are one."""
+        spans = []
+        for view in views:
+            start = self.offset_of(view)
+            stop = start + view.nbytes
+            # Bytes up to the next state belong to nobody
+            spans.append((start, self.next_start.get(stop, stop)))
+        ranges: list[tuple[int, int]] = []
+        for start, stop in sorted(spans):
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1] = ranges[-1][0], max(stop, ranges[-1][1])
+            else:
+                ranges.append((start, stop))
+        return ranges
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor fill a range of memory, in any order of the dims."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride()), key=lambda dim: dim[::-1]):
+        if size != 1 and stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def _host_bytes(nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
+    """Return flat memory on the host; for a CUDA device pinned as long as `owner` lives."""
+    if device.type != "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    # Not torch's pinned allocator: it rounds up to a power of two, and keeps what is freed. Whole
+    # pages of its own: two registrations must not share a page.
+    page = mmap.PAGESIZE
+    whole = nbytes + -nbytes % page
+    memory = torch.empty(whole + page, dtype=torch.uint8, device="cpu")
+    first = -memory.data_ptr() % page
+    memory = memory[first : first + whole]
+    if not nbytes:
+        return memory
+    error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), whole, PORTABLE))
+    if error:
+        raise RuntimeError(
+            f"offload_state: {whole} bytes of host memory cannot be pinned (cudaError {error}): "
+            "free host memory, keep some state on the GPU with offload_state=<bytes>, or leave "
+            "offload_state out"
+        )
+    finalizer = weakref.finalize(owner, _unpin, memory, device)
+    # At the end of the process the driver frees all, and its context may be gone
+    finalizer.atexit = False
+    return memory[:nbytes]
+
+
+def _unpin(memory: torch.Tensor, device: torch.device) -> None:
+    """Unpin memory, once no copy uses it any more."""
+    # Inside somebody's capture this fails, and no copy is in flight
+    with contextlib.suppress(Exception):
+        torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

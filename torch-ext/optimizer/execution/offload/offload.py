@@ -1,0 +1,125 @@
+"""`Offload`: what a step with offloaded state does otherwise, asked by `Preparation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...kernels.backend import capturing
+from ...params.config import MuonConfig
+from ...pipeline import BucketUpdate, StepHook
+from ...planning.planner import Plan
+from ..elementwise_updates import StatePlace
+from ..param_store import PlanInputViews
+from .memory import ALIGNMENT
+from .parts import OffloadStore
+from .placement import HostState
+from .scheduler import LEAST_SLOTS, Scheduler
+from .streams import streams_for
+from .updates import OFFLOADED_UPDATES, OffloadedElementwiseUpdate
+
+# Bytes of a slot. A part costs the host tens of microseconds of calls: as long as PCIe takes for
+# some MiB
+LEAST_SLOT, MOST_SLOT = 4 << 20, 16 << 20
+# All slots together are this part of the state: 0.05 bytes per parameter of AdamW in fp32
+SLOT_SHARE = 160
+
+
+def slots_for(state_bytes: int) -> tuple[int, int]:
+    """Return (bytes of each slot, number of slots) for `state_bytes` of offloaded state."""
+    share = state_bytes // SLOT_SHARE
+    nbytes = min(MOST_SLOT, max(LEAST_SLOT, share // LEAST_SLOTS))
+    nbytes -= nbytes % ALIGNMENT
+    return nbytes, max(LEAST_SLOTS, share // nbytes)
+
+
+class Offload(StatePlace):
+    """The host memory of an optimizer's state, and the transfers of the bound step."""
+
+    def __init__(self, options: MuonConfig) -> None:
+        self.host = HostState(options.offload_state)
+        self.scheduler: Scheduler | None = None  # of the last bound step
+
+    def pack(self, plans: Sequence[Plan], state: dict, device: torch.device) -> None:
+        """Move state to host memory, see `HostState.pack`."""
+        self.host.pack(plans, state, device)
+
+    def begin(self, device: torch.device) -> None:
+        """Begin to bind a step: its parts are fetched into new slots."""
+        slots = slots_for(self.host.memory.nbytes)
+        self.scheduler = Scheduler(streams_for(device), device, *slots)
+
+    def store(self, plan: Plan, state: dict, inputs: PlanInputViews) -> OffloadStore:
+        """Return the store of a plan."""
+        return OffloadStore(plan, state, inputs, self.host.memory, self.scheduler)
+
+    def update_of(self, route: str) -> type[BucketUpdate]:
+        """Return the class of the updates of a route."""
+        return OFFLOADED_UPDATES[route]
+
+    @property
+    def elementwise_update(self) -> type[BucketUpdate]:
+        """The class of updates of AdamW where parameters are stored."""
+        return OffloadedElementwiseUpdate
+
+    def hook(self, stores: Sequence[OffloadStore]) -> StepHook:
+        """Return the hook of a bound step."""
+        return Transfers(self.scheduler, stores)
+
+    def prefetch(self) -> None:
+        """Begin to fetch the first parts of a step. State must not change until the step."""
+        if self.scheduler is not None:
+            self.scheduler.prefetch()
+
+    def wait(self) -> None:
+        """Let the host wait until host memory holds the state of the last step."""
+        if self.scheduler is not None:
+            self.scheduler.wait()
+
+    def drop(self) -> None:
+        """Free the slots; host memory stays."""
+        self.wait()
+        self.scheduler = None
+
+    def holds(self, local: torch.Tensor) -> bool:
+        """See `StatePlace`."""
+        return self.host.memory is not None and self.host.memory.holds(local)
+
+    def slots(self) -> list[torch.Tensor]:
+        """See `StatePlace`."""
+        slots = [] if self.scheduler is None else self.scheduler.slots
+        return [slot.memory for slot in slots]
+
+
+class Transfers(StepHook):
+    """Begins and ends the transfers of a step; the first of all hooks."""
+
+    def __init__(self, scheduler: Scheduler, stores: Sequence[OffloadStore]) -> None:
+        self.scheduler = scheduler
+        self.stores = stores
+
+    def _wait_if_missing(self) -> None:
+        """Wait where a gradient is missing: the host is about to read and write state."""
+        if any(store.missing for store in self.stores):
+            self.scheduler.wait()
+
+    def before_buckets(self, found_inf: torch.Tensor | float | None) -> None:
+        """Fetch the first parts. Raises RuntimeError inside a CUDA graph."""
+        if capturing(self.scheduler.device):
+            raise RuntimeError(
+                "offload_state inside a CUDA graph of your own: state is copied by streams outside "
+                "of the graph. Call step() outside of the graph, or leave offload_state out"
+            )
+        self._wait_if_missing()
+        self.scheduler.prefetch()
+
+    def after_buckets(self) -> None:
+        """End the step, before missing gradients restore state."""
+        self.scheduler.end_step()
+        self._wait_if_missing()
+
+    def on_error(self) -> None:
+        """End the step, before state is restored."""
+        self.scheduler.end_step()
+        self.scheduler.wait()

@@ -1,0 +1,199 @@
+"""The order of transfers of offloaded state: which part is fetched when, and what waits for what.
+
+A launch that reads or writes offloaded state is cut into parts. A `Part` is fetched into a `Slot`
+on the device, computed, and written back if the launch writes it. `Scheduler.run` does all three
+for one part, and fetches the next parts ahead, in the order of the last step.
+
+[Note: waits of offloaded state]
+Four waits order the three streams, and two more the host:
+
+1. A fetch waits for the launch that used the slot before, if that wrote nothing back.
+2. A fetch waits for all earlier write-backs: the slot is free, and host memory is current.
+3. A launch waits for the fetch of its part.
+4. A write-back waits for the launch.
+5. The host waits for the last write-back before it reads or writes state.
+6. The host waits for the last fetch before it writes state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ...state.create import outside_inference_mode
+from .memory import ALIGNMENT, HostMemory
+from .streams import COMPUTE, INWARD, OUTWARD, CopyStreams, NoStreams
+
+# One part is computed, one is fetched, one is written back. Further slots are filled while matrices
+# are multiplied, which uses no state
+LEAST_SLOTS = 3
+
+
+class Slot:
+    """Memory on the device for one part at a time."""
+
+    def __init__(self, memory: torch.Tensor, streams: NoStreams | CopyStreams, number: int) -> None:
+        """`memory`: flat uint8, new: earlier uses of it are ordered by the current stream."""
+        self.memory = memory
+        self.number = number
+        self.fetched = streams.event(f"fetched {number}")
+        self.used = streams.event(f"used {number}")
+        self.holds: Part | None = None  # fetched and not computed yet
+        self.was_written = False  # the last part was written back, after its launch
+        streams.share(memory)
+        streams.record(self.used, COMPUTE)
+
+
+class Part:
+    """State that one launch reads or writes, in ranges of host memory and in a slot."""
+
+    def __init__(
+        self, memory: HostMemory, views: Sequence[torch.Tensor], writes: bool = True
+    ) -> None:
+        """`views`: dense views of `memory`. `writes`: whether the launch changes the state."""
+        self.memory = memory
+        self.writes = writes
+        self.ranges = memory.ranges_of(views)
+        self.slot: Slot | None = None
+        self.offsets: list[int] = []  # of each range in the slot, in bytes
+        self.nbytes = 0
+        for start, stop in self.ranges:
+            # Elements keep their alignment, on which the accesses of kernels depend
+            self.nbytes += -self.nbytes % ALIGNMENT + start % ALIGNMENT
+            self.offsets.append(self.nbytes)
+            self.nbytes += stop - start
+
+    def place_in(self, slot: Slot | None) -> None:
+        """Give the part its slot, at fixed addresses; None: take it away."""
+        self.slot = slot
+        self.copies = []  # (memory in the slot, host memory)
+        for offset, (start, stop) in zip(self.offsets, self.ranges if slot is not None else ()):
+            place = slot.memory[offset : offset + stop - start]
+            self.copies.append((place, self.memory.flat[start:stop]))
+
+    def on_device(self, view: torch.Tensor) -> torch.Tensor:
+        """The counterpart in the slot of one of the views, or of a view inside of one."""
+        start = self.memory.offset_of(view)
+        first, stop = next((a, b) for a, b in self.ranges if a <= start < b)
+        offset = self.offsets[self.ranges.index((first, stop))]
+        place = self.slot.memory[offset + start - first : offset + stop - first]
+        nbytes = place.numel() // view.itemsize * view.itemsize
+        return place[:nbytes].view(view.dtype).as_strided(view.shape, view.stride())
+
+    def overlaps(self, other: Part) -> bool:
+        """Whether two parts share host memory."""
+        return self.memory is other.memory and any(
+            a < d and c < b for a, b in self.ranges for c, d in other.ranges
+        )
+
+
+class Scheduler:
+    """The slots of a bound step, and the transfers to and from them."""
+
+    def __init__(
+        self,
+        streams: NoStreams | CopyStreams,
+        device: torch.device,
+        slot_bytes: int,
+        slot_count: int = LEAST_SLOTS,
+    ) -> None:
+        """`slot_bytes`: of each slot; `reserve` may raise it until the first part runs."""
+        self.streams = streams
+        self.device = device
+        self.slot_bytes = slot_bytes
+        self.slot_count = slot_count
+        self.slots: list[Slot] = []
+        self.written = streams.event("written")  # after the last write-back
+        self.read: object = streams.event("fetched")  # after the last fetch
+        self.order: list[Part] = []  # of the last step
+        self.done: list[Part] = []  # parts of this step, in order
+        self.ahead = 0  # number of parts of `order` that are fetched, or are past
+        self.placed = 0  # parts with a slot
+
+    def reserve(self, part: Part) -> None:
+        """Make slots large enough for `part`."""
+        self.slot_bytes = max(self.slot_bytes, part.nbytes)
+
+    def _slot(self, number: int) -> Slot:
+        """Slot `number`; the first call takes the memory of all slots."""
+        if not self.slots:
+            # A step inside of inference mode must leave slots that later steps can write to
+            with outside_inference_mode():
+                for i in range(self.slot_count):
+                    memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
+                    self.slots.append(Slot(memory, self.streams, i))
+        return self.slots[number]
+
+    def place(self, part: Part) -> None:
+        """Give `part` the next slot in turn, unless it has one."""
+        if part.slot is None:
+            part.place_in(self._slot(self.placed % self.slot_count))
+            self.placed += 1
+
+    def place_for_dry_run(self, part: Part) -> None:
+        """Give `part` a slot for launches that are only compiled."""
+        part.place_in(self._slot(0))
+
+    def run(self, part: Part, launch: Callable[[], None]) -> None:
+        """Have `part` on the device, call `launch` on the current stream, and write back."""
+        slot, streams = part.slot, self.streams
+        if slot.holds is not part:
+            self._fetch(part)
+        streams.wait(COMPUTE, slot.fetched)
+        slot.holds = None
+        launch()
+        streams.record(slot.used, COMPUTE)
+        slot.was_written = part.writes
+        if part.writes:
+            self._write_back(part)
+        self.done.append(part)
+        self.ahead = max(self.ahead, len(self.done))
+        self.prefetch()
+
+    def prefetch(self) -> None:
+        """Fetch the next parts into slots that are free, if the order of the last step is known.
+
+        State must not change between this call and the step.
+        """
+        while self.ahead < min(len(self.order), len(self.done) + self.slot_count):
+            part = self.order[self.ahead]
+            # Two parts in a row may have one slot: the first is computed first
+            if part.slot.holds is not None:
+                return
+            self._fetch(part)
+            self.ahead += 1
+
+    def _fetch(self, part: Part) -> None:
+        """Start the copy of a part into its slot."""
+        slot, streams = part.slot, self.streams
+        if not slot.was_written:
+            streams.wait(INWARD, slot.used)
+        streams.wait(INWARD, self.written)
+        streams.copy(INWARD, part.copies)
+        streams.record(slot.fetched, INWARD)
+        self.read = slot.fetched
+        slot.holds = part
+
+    def _write_back(self, part: Part) -> None:
+        """Start the copy of a part back to host memory."""
+        self.streams.wait(OUTWARD, part.slot.used)
+        self.streams.copy(OUTWARD, [(host, place) for place, host in part.copies])
+        self.streams.record(self.written, OUTWARD)
+        # What was fetched before is stale
+        for slot in self.slots:
+            if slot.holds is not None and slot.holds.overlaps(part):
+                slot.holds = None
+
+    def end_step(self) -> None:
+        """Forget what is fetched, since state may change between steps; keep the order."""
+        self.order, self.done, self.ahead = self.done, [], 0
+        for slot in self.slots:
+            slot.holds = None
+
+    def wait(self) -> None:
+        """Let the host wait until host memory holds the state of the last step, and no copy reads
+        it.
+        """
+        self.streams.synchronize(self.written)
+        self.streams.synchronize(self.read)
