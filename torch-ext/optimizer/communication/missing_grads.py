@@ -206,8 +206,13 @@ class MissingGradients(StepHook):
             self.restore(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
 
     def has_stepped(self) -> bool:
-        """Return False after a step that only created state: with lr 0, and zero gradients at all
-        ranks that share parameters with this one. Ranks that share parameters agree.
+        """Return False after a step that only created state: with lr 0, and zero gradients at this
+        rank and, for the parameters shared with it, at all other ranks.
+
+        Two ranks agree if both compare the same parameters with the same ranks. On a chain, where A
+        shares parameters with B, and B others with C, a gradient of those others makes B return
+        True, and A False. All gradients zero, as torch.distributed.checkpoint makes them, give
+        False on every rank.
 
         Waits for the comparison of flags if the gradients of this rank were zero.
         """

@@ -156,10 +156,10 @@ def is_state_missing(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> 
 
 
 def check_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if state does not have its parameter's shape, or if momentum is in 8 bits
-    and `dtype` is not, or the reverse. `dtype`: the option `state_dtype`. Called before ranks
-    compare plans: other ranks wait in the comparison until the rank has repaired its state and
-    steps again.
+    """Raise RuntimeError if state does not have its parameter's shape, if momentum in 8 bits lacks
+    its scales, or if momentum is in 8 bits and `dtype` is not, or the reverse. `dtype`: the option
+    `state_dtype`. Called before ranks compare plans: other ranks wait in the comparison until the
+    rank has repaired its state and steps again.
     """
     for plan in plans:
         for number, p in enumerate(plan.params):
@@ -170,6 +170,12 @@ def check_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
             for key in {"momentum_buffer", SUM_KEY}.intersection(state_keys(plan.group)):
                 found = getattr(held.get(key), "dtype", None)
                 check_bits(key, plan.names[number], found, group_state_dtype(plan.group, dtype))
+                if is_quantized(found) and SCALE_KEY not in held:
+                    raise RuntimeError(
+                        f"{SCALE_KEY} of parameter {plan.names[number]} is missing in the "
+                        f"optimizer's `state`, but {key} in 8 bits is there and means nothing "
+                        "without it: delete both entries for a new momentum, or load both"
+                    )
 
 
 def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> None:
