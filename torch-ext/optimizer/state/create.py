@@ -170,12 +170,7 @@ def check_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
             for key in {"momentum_buffer", SUM_KEY}.intersection(state_keys(plan.group)):
                 found = getattr(held.get(key), "dtype", None)
                 check_bits(key, plan.names[number], found, group_state_dtype(plan.group, dtype))
-                if is_quantized(found) and SCALE_KEY not in held:
-                    raise RuntimeError(
-                        f"{SCALE_KEY} of parameter {plan.names[number]} is missing in the "
-                        f"optimizer's `state`, but {key} in 8 bits is there and means nothing "
-                        "without it: delete both entries for a new momentum, or load both"
-                    )
+                _check_scales(held, key, plan.names[number])
 
 
 def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> None:
@@ -220,6 +215,16 @@ def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_
                 f"shape {tuple(param.shape)}, needs {expected}: it was resized, or its split has "
                 f"changed. Delete {entries} in the optimizer's `state`, or load state that fits"
             )
+
+
+def _check_scales(state: dict, key: str, name: str) -> None:
+    """Raise RuntimeError for momentum `key` in 8 bits without its scales."""
+    if is_quantized(getattr(state.get(key), "dtype", None)) and SCALE_KEY not in state:
+        raise RuntimeError(
+            f"{SCALE_KEY} of parameter {name} is missing in the optimizer's `state`, but {key} in "
+            "8 bits is there and means nothing without it: delete both entries for a new momentum, "
+            "or load both"
+        )
 
 
 def check_bits(key: str, name: str, found: object, dtype: torch.dtype) -> None:
