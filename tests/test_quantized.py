@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -91,6 +92,25 @@ def rectangle(m):
     """The fp64 values of a view, as the rectangle lies."""
     wide = part("kernels.quantized.blocks").dequantize(m.values, m.scales).double()
     return wide.mT if m.transposed else wide
+
+
+def test_a_table_is_made_without_a_loop_over_programs():
+    module, shapes, lines = part("kernels.quantized.momentum"), [(1000, 640), (3, 65), (1, 1)], []
+    group = [(origin, [*shape, 7]) for origin, shape in enumerate(shapes)]
+
+    def note(frame, event, _):
+        lines.append(event)
+        return note
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        table = module._launch((torch.int8,), 1, group, torch.device("cpu"))
+    finally:
+        sys.settrace(before)
+    counts = [-(-rows * -(-columns // 64) // 64) for rows, columns in shapes]  # 64 blocks of 64 in a program
+    assert table.blocks.tolist() == [[i, 64 * k] for i, count in enumerate(counts) for k in range(count)]
+    assert table.records.tolist() == [record for _, record in group] and len(lines) < sum(counts)
 
 
 @pytest.mark.interpreter

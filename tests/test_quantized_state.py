@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import re
 
 import pytest
 import torch
@@ -344,7 +345,87 @@ def test_numbers_without_their_scales_are_refused(optimizer, tmp_path):
         dcp.load({"optimizer": copy.deepcopy(source.state_dict())}, checkpoint_id=tmp_path / "fp32", no_dist=True)
 
 
+def by_torch(rank, world, was, now, sharded, broadcast):
+    """For an optimizer of the dtype `now`, at last: whether the momentum is the saved one after a load by torch's
+    set_optimizer_state_dict, or the message of its error. For one case, before that for the dtype `was`.
+    """
+    from torch.distributed.checkpoint import state_dict as dsd
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    def built(dtype):
+        model = nn.Linear(70, 4, bias=False)
+        if sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        return model, package().Muon(package().get_default_muon_param_groups(model), lr=0.1, state_dtype=dtype)
+
+    def momentum_of(muon):
+        (state,) = [{key: value.full_tensor() if sharded else value for key, value in one.items()}
+                    for one in muon.state.values()]
+        values = state["momentum_buffer"]
+        wide = part("kernels.quantized.blocks").dequantize
+        return wide(values, state["momentum_scale"]) if values.dtype == INT8 else values
+
+    torch.manual_seed(0)
+    model, source = built(was)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) * 0.3  # a cast to int8 makes zeros of it
+    source.step()
+    full = dsd.StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
+    saved = dsd.get_optimizer_state_dict(model, source, options=full)
+    options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    found = []
+    for dtype in [was] * (sharded and broadcast) + [now]:
+        model, muon = built(dtype)
+        try:
+            dsd.set_optimizer_state_dict(model, muon, saved if rank == 0 or not broadcast else {}, options=options)
+            found.append(torch.allclose(momentum_of(muon), momentum_of(source), rtol=0.02))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def all_by_torch(rank, world, cases):
+    return {case: by_torch(rank, world, *case) for case in cases}
+
+
+def test_formats_that_torch_mixes_are_refused(optimizer):
+    """set_optimizer_state_dict copies fp32 into new int8 numbers, and leaves the new scales as they are."""
+    ways = [(sharded, broadcast) for sharded in (True, False) for broadcast in (True, False)]
+    cases = [(*pair, *way) for pair in ((F32, INT8), (INT8, F32)) for way in ways] + [(BF16, INT8, True, True)]
+    for of_rank in run_ranks(2, all_by_torch, cases):
+        for case, (*same_dtype, other) in of_rank.items():
+            assert all(found is True for found in same_dtype), case
+            if other is not True:
+                assert re.search("saved [a-z_]*_dtype, then pass that optim|has cast the num", other), case
+            # torch passes whole plain tensors on as saved, with broadcast on rank 0
+            assert other is not True or case[:3] == (INT8, F32, False), case
+
+
+def test_new_state_is_loaded_as_new(optimizer, tmp_path):
+    """Of a parameter that no step has written, beside one with momentum; the next step has the bits of both."""
+    params, muon = trained(INT8, [])
+    muon.init_state()
+    go_on(params[1:], muon, [3])
+    blocks = part("kernels.quantized.blocks")
+    others, heir = trained(INT8, [])
+    wides, wide = trained(F32, [])
+    for other in (heir, wide):
+        other.load_state_dict(through_memory(muon))
+    assert not wide.state[wides[0]]["momentum_buffer"].any()
+    numbers, scales = heir.state[others[0]].values()
+    assert same([numbers, scales], list(muon.state[params[0]].values())) and scales.signbit().all()
+    assert not blocks.dequantize(numbers, scales).any()
+    others[1].data.copy_(params[1].detach())
+    for some, one in ((params, muon), (others, heir)):
+        some[2].data.zero_()
+        go_on(some, one, [4])
+    assert same(params, others)
+
+
 DAMAGES = {
+    "other numbers": (lambda s: s["momentum_buffer"].clamp_(-126, 126), INT8, "of parameter a are not those that"),
+    "other numbers, fp32": (lambda s: s["momentum_scale"].zero_(), F32, "of parameter a are not those that"),
     "no scales": (lambda s: s.pop("momentum_scale"), INT8, "momentum_buffer of parameter a has dtype torch.int8"),
     "no scales, fp32": (lambda s: s.pop("momentum_scale"), F32, "momentum_buffer of parameter a has dtype torch.int8"),
     "scales of other blocks": (lambda s: s.update(momentum_scale=torch.ones(20, 2)), INT8,
@@ -475,6 +556,48 @@ def test_state_of_another_dtype_that_was_put_in_place_is_refused(optimizer):
         muon.state[params[0]]["momentum_buffer"] = torch.zeros(20, 130, dtype=other)
         with pytest.raises(RuntimeError, match=f"momentum_buffer of parameter a is {other}.*pass the state to load"):
             go_on(params, muon, [1])
+
+
+def test_numbers_that_lost_their_scales_are_not_stepped(optimizer):
+    params, muon = trained(INT8, [0])
+    before = params[0].detach().clone()
+    del muon.state[params[0]]["momentum_scale"]
+    with pytest.raises(RuntimeError, match="momentum_scale of parameter a is missing.*delete both entries"):
+        go_on(params, muon, [1])
+    assert torch.equal(params[0], before)
+    del muon.state[params[0]]["momentum_buffer"]
+    go_on(params, muon, [1])
+    others, fresh = trained(INT8, [])
+    others[0].data.copy_(before)
+    go_on(others, fresh, [1])
+    assert torch.equal(params[0], others[0])
+
+
+def test_a_change_of_the_split_says_which_entries_to_delete(optimizer):
+    """And a load says how to keep the momentum, which is followed here."""
+    torch.manual_seed(0)
+
+    def built(split, dtype):
+        p = nn.Parameter(torch.randn(6, 70, 3))
+        p.grad = torch.randn(6, 70, 3)
+        return p, optimizer.Muon([{"params": [("w", p)], "split": split}], state_dtype=dtype)
+
+    (p, muon), (q, wide), (r, other) = (built(*one) for one in (
+        ("flatten", INT8), ("flatten", F32), ("taps", INT8)))
+    muon.step()
+    with pytest.raises(ValueError, match="the saved split and state_dtype=torch.float32"):
+        other.load_state_dict(muon.state_dict())
+    wide.load_state_dict(muon.state_dict())
+    other.load_state_dict(wide.state_dict())
+    blocks, momentum = part("kernels.quantized.blocks"), wide.state[q]["momentum_buffer"]
+    numbers, scales = (blocks.matrices_of(t, "taps") for t in other.state[r].values())
+    error = blocks.dequantize(numbers, scales) - blocks.matrices_of(momentum, "taps")
+    assert momentum.any() and error.norm() < 0.01 * momentum.norm()
+    muon.param_groups[0]["split"] = "taps"
+    with pytest.raises(RuntimeError, match="Delete the momentum and momentum_scale in the optimizer's `state`"):
+        muon.step()
+    del muon.state[p]["momentum_buffer"], muon.state[p]["momentum_scale"]
+    muon.step()
 
 
 # training ----------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class MissingGradients(StepHook):
         self.has_missing = False  # whether a gradient of this step is missing at this rank
         self.flags = flags or {}
         self.error: Exception | None = None
-        # Whether this step restores AdamW's step counts and nothing else
+        # Whether this step restores `ParamStore.counts_of` and nothing else
         self.only_counts = False
         # Whether every gradient of this rank was zero in a step that may create state only
         self.all_zero = False
@@ -114,8 +114,8 @@ class MissingGradients(StepHook):
         all are zero.
 
         For a first step with lr 0, by which torch.distributed.checkpoint creates state. Weights and
-        averages do not change in a step without gradients and lr; only AdamW's step counts have to
-        be restored. Waits for the device.
+        averages do not change in a step without gradients and lr; only AdamW's step counts, and new
+        8-bit momentum, have to be restored. Waits for the device.
         """
         gradients = [g for store in self.stores for g in store.gradients if g.numel()]
         if gradients and bool(torch.stack([g.any() for g in gradients]).any()):
@@ -126,7 +126,7 @@ class MissingGradients(StepHook):
         return True
 
     def _restorable(self, store: object, number: int) -> list[torch.Tensor]:
-        """Return the tensors of parameter `number` for `restore`: all, or AdamW's step counts."""
+        """Return the tensors of parameter `number` for `restore`: all, or `counts_of`."""
         return store.counts_of(number) if self.only_counts else store.all_of(number)
 
     def before_buckets(self, found_inf: torch.Tensor | float | None = None) -> None:
@@ -206,8 +206,13 @@ class MissingGradients(StepHook):
             self.restore(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
 
     def has_stepped(self) -> bool:
-        """Return False after a step that only created state: with lr 0, and zero gradients at all
-        ranks that share parameters with this one. Ranks that share parameters agree.
+        """Return False after a step that only created state: with lr 0, and zero gradients at this
+        rank and, for the parameters shared with it, at all other ranks.
+
+        Two ranks agree if both compare the same parameters with the same ranks. On a chain, where A
+        shares parameters with B, and B others with C, a gradient of those others makes B return
+        True, and A False. All gradients zero, as torch.distributed.checkpoint makes them, give
+        False on every rank.
 
         Waits for the comparison of flags if the gradients of this rank were zero.
         """

@@ -36,7 +36,7 @@ from ..params.validation import check_gradients, gradient_of
 from ..planning.plan import Matrix
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
-from ..rules.muon import REST_KEY, is_split
+from ..rules.muon import REST_KEY, SUM_KEY, is_split
 from ..rules.rule import SCALE_KEY, host_constants
 from ..state.create import check_bits
 from .fingerprint import GradientForm, copy_in_form, form_of_gradient, missing_from
@@ -379,9 +379,13 @@ class Store:
         ]
 
     def counts_of(self, number: int) -> list[torch.Tensor]:
-        """AdamW's step count of a parameter, and all copies; empty for Muon's parameters."""
-        count = self.state[self.params[number]].get("step")
-        return [] if count is None else [local_of(count), *self.step_copies[number]]
+        """AdamW's step count of a parameter, and all copies; of Muon's parameters, 8-bit momentum
+        and its scales: a step without gradients would write zeros, see [Note: unwritten blocks].
+        """
+        state = self.state[self.params[number]]
+        keys = ("momentum_buffer", SUM_KEY, SCALE_KEY) if SCALE_KEY in state else ("step",)
+        found = [local_of(state[key]) for key in keys if key in state]
+        return found + self.step_copies[number]
 
     def add_step_copy(self, number: int, step: torch.Tensor) -> torch.Tensor:
         """Return a new copy of the step count of a parameter, for a further chunk.

@@ -276,17 +276,26 @@ def _traits_of_model(
                     "it out"
                 )
             is_qkv = "linear_qkv.weight" in name or getattr(param, "is_qkv", False)
-            rows = None
-            if split_qkv and is_qkv and _is_stepped(param):
-                rows = getattr(param, "qkv_split_shapes", None) or qkv
-                if rows is None:
-                    raise ConfigError(
-                        f"parameter {label}: the rows of q, k and v in a query group are unknown: "
-                        "the config of the model needs num_attention_heads, num_query_groups and "
-                        f"kv_channels, or the parameter qkv_split_shapes; {WITHOUT_SPLIT}"
-                    )
+            has_units = split_qkv and is_qkv and _is_stepped(param)
+            rows = _rows_of_units(param, label, qkv) if has_units else None
             found[param] = _traits(param, label, gated, rows, split_gate_up)
     return found
+
+
+def _rows_of_units(
+    param: torch.Tensor, name: str, of_model: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """Rows of q, k and v in a query group of a parameter. `of_model`: by the config of the model.
+    Raises ConfigError if nobody says them.
+    """
+    rows = getattr(param, "qkv_split_shapes", None) or of_model
+    if rows is None:
+        raise ConfigError(
+            f"parameter {name}: the rows of q, k and v in a query group are unknown: the config of "
+            "the model needs num_attention_heads, num_query_groups and kv_channels, or the "
+            f"parameter qkv_split_shapes; {WITHOUT_SPLIT}"
+        )
+    return rows
 
 
 def _is_stepped(param: torch.Tensor) -> bool:
@@ -318,9 +327,9 @@ def _check_query_groups(
 class Gated(enum.Enum):
     """How gate and up lie in a weight."""
 
-    NONE = enum.auto()  # another weight
-    IN_BLOCKS = enum.auto()  # rows of gate, then rows of up
-    INTERLEAVED = enum.auto()  # rows of gate and up take turns
+    NONE = "none"  # another weight
+    IN_BLOCKS = "in blocks"  # rows of gate, then rows of up
+    INTERLEAVED = "interleaved"  # rows of gate and up take turns
 
 
 def _gated_kind(name: str, config: object) -> Gated:

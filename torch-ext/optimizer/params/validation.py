@@ -11,9 +11,9 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -373,13 +373,26 @@ MANY_GROUPS = 4  # groups above which values are compared as lists
 SCHEDULED_LIMITS = {"lr": FP32_MAX, "weight_decay": FP32_MAX, "momentum": 1.0}
 
 
+def _values_of(key: str, groups: Sequence[dict]) -> Iterable[object]:
+    """The values of `key` in the groups that have it. Computed in C."""
+    having = map(dict.__contains__, groups, itertools.repeat(key))
+    return map(operator.itemgetter(key), itertools.compress(groups, having))
+
+
 def _are_usual(groups: Sequence[dict]) -> bool:
-    """Whether all scheduled values are allowed floats, and no group has a radius or a value of
-    COUNTS. Computed in C, since there may be a group for each parameter. False without groups.
+    """Whether all scheduled values and radii are allowed floats, and all values of COUNTS allowed
+    ints. Computed in C, since there may be a group for each parameter. False without groups.
     """
-    for key in ("radius", *COUNTS):
-        if any(map(dict.__contains__, groups, itertools.repeat(key))):
+    for key, (most, _) in COUNTS.items():
+        values = list(_values_of(key, groups))
+        if values and (set(map(type, values)) != {int} or min(values) < 0 or max(values) > most):
             return False
+    radii = list(_values_of("radius", groups))
+    # A rule without a radius may have any value under the key: such groups are checked singly
+    if radii and (
+        set(map(type, radii)) != {float} or not math.isfinite(sum(radii)) or min(radii) <= 0.0
+    ):
+        return False
     for key, most in SCHEDULED_LIMITS.items():
         values = list(map(dict.get, groups, itertools.repeat(key)))
         if set(map(type, values)) != {float} or not math.isfinite(sum(values)):
@@ -641,7 +654,7 @@ def check_param(param: torch.Tensor, name: str, group: dict) -> None:
 
 # Attributes read in C, for `map` over all parameters at every step
 gradient_of, _dtype, _requires_grad, _spec = map(
-    attrgetter, ("grad", "dtype", "requires_grad", "_spec")
+    operator.attrgetter, ("grad", "dtype", "requires_grad", "_spec")
 )
 
 

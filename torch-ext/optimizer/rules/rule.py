@@ -32,8 +32,8 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 `momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`, and in sgd. Only
 groups with `decay="initial"` keep `initial_weight`, and only bf16 parameters with
 `master_weights="split16"` a `weight_rest`. `state_dtype` is fp32, bf16 or int8; state of fp64
-parameters is fp64. With int8 alone there is `momentum_scale`, of shape (..., R, ceil(C / 64)), see
-kernels/quantized/blocks.py, and groups with use_muon=False keep fp32. State is sharded like the
+parameters is fp64. `momentum_scale` exists only with int8, of shape (..., R, ceil(C / 64)), see
+kernels/quantized/blocks.py; groups with use_muon=False keep fp32. State is sharded like the
 parameter; state per parameter is equal on every rank. Rules of groups with use_muon=False step
 weight and state in a single elementwise phase (elementwise.py), and are no `Rule`.
 

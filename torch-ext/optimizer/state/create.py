@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..communication.owner_state import move_to_owners
 from ..communication.redistribute import place_like
 from ..kernels.backend import capturing
-from ..kernels.quantized.blocks import is_quantized
+from ..kernels.quantized.blocks import is_quantized, mark_unwritten
 from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, local_of, zeros_of
@@ -156,9 +156,10 @@ def is_state_missing(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> 
 
 
 def check_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if state does not have its parameter's shape, or if momentum is in 8 bits
-    or not unlike `dtype`, the option `state_dtype`. Called before ranks compare plans: other ranks
-    wait in the comparison until the rank has repaired its state and steps again.
+    """Raise RuntimeError if state does not have its parameter's shape, if momentum in 8 bits lacks
+    its scales, or if momentum is in 8 bits and `dtype` is not, or the reverse. `dtype`: the option
+    `state_dtype`. Called before ranks compare plans: other ranks wait in the comparison until the
+    rank has repaired its state and steps again.
     """
     for plan in plans:
         for number, p in enumerate(plan.params):
@@ -169,6 +170,7 @@ def check_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
             for key in {"momentum_buffer", SUM_KEY}.intersection(state_keys(plan.group)):
                 found = getattr(held.get(key), "dtype", None)
                 check_bits(key, plan.names[number], found, group_state_dtype(plan.group, dtype))
+                _check_scales(held, key, plan.names[number])
 
 
 def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> None:
@@ -205,12 +207,24 @@ def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_
     first = 1 if by_rows else 0
     for key, value in _row_entries(state):
         expected = state_shape(param, key, split)
+        is_8bit = SCALE_KEY in state and key in (SCALE_KEY, "momentum_buffer", SUM_KEY)
+        entries = f"the momentum and {SCALE_KEY}" if is_8bit else "its entry"
         if param.ndim and tuple(value.shape[first:]) != expected[first:]:
             raise RuntimeError(
                 f"{key} of parameter {name} has shape {tuple(value.shape)}, but the parameter, of "
                 f"shape {tuple(param.shape)}, needs {expected}: it was resized, or its split has "
-                "changed. Delete its entry in the optimizer's `state`, or load state that fits"
+                f"changed. Delete {entries} in the optimizer's `state`, or load state that fits"
             )
+
+
+def _check_scales(state: dict, key: str, name: str) -> None:
+    """Raise RuntimeError for momentum `key` in 8 bits without its scales."""
+    if is_quantized(getattr(state.get(key), "dtype", None)) and SCALE_KEY not in state:
+        raise RuntimeError(
+            f"{SCALE_KEY} of parameter {name} is missing in the optimizer's `state`, but {key} in "
+            "8 bits is there and means nothing without it: delete both entries for a new momentum, "
+            "or load both"
+        )
 
 
 def check_bits(key: str, name: str, found: object, dtype: torch.dtype) -> None:
@@ -276,6 +290,11 @@ def create_state(
         if key in keys and key not in state:
             state.pop(other, None)
             state.pop(SCALE_KEY, None)  # a scale that is not finite makes NaN of zeros
+    # Numbers mean nothing without their scales
+    momentum = next((k for k in ("momentum_buffer", SUM_KEY) if k in keys), None)
+    needs_scales = SCALE_KEY in keys and SCALE_KEY not in state
+    if needs_scales and is_quantized(getattr(state.get(momentum), "dtype", None)):
+        del state[momentum]
     # The rest of a weight that is not split any more is stale, too
     if REST_KEY not in keys:
         state.pop(REST_KEY, None)
@@ -300,6 +319,8 @@ def create_state(
             local_of(state[key]).copy_(local_of(param))
         else:
             state[key] = zeros_of(param, key_dtype, place)
+    if needs_scales and is_quantized(state[momentum].dtype):
+        mark_unwritten(local_of(state[momentum]), local_of(state[SCALE_KEY]))
 
 
 def _zeros_of_shape(

@@ -38,7 +38,7 @@ from ..rules.rule import (
     state_shape,
 )
 from .consolidated import refuse_elsewhere
-from .momentum.conversion import as_tensor, converted, in_8_bits
+from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
 from .weights.split import check_rest, warn_of_rests
@@ -535,9 +535,7 @@ def check_state(
             raise ValueError(
                 f"{key} of parameter {name} has shape {shortened(saved_shape)} in the state, "
                 f"but a parameter of shape {tuple(param.shape)} needs {shape}: it was "
-                "saved for another parameter or with another split"
-                + (" (without second_moment it loads, and the mean squares begin anew)")
-                * (key == "second_moment")
+                f"saved for another parameter or with another split{way_out(key, None)}"
             )
         dtype = as_tensor(state[key], f"{key} of parameter {name}").dtype
         is_count = key == "step" and not dtype.is_complex and dtype != torch.bool
@@ -550,6 +548,7 @@ def check_state(
             raise ValueError(
                 f"{key} of parameter {name} has dtype {dtype} in the state, but it needs a "
                 "floating-point one: it was saved by another optimizer, or is damaged"
+                + way_out(key, dtype)
             )
     if "step" in keys and "step" in state:
         _check_step_count(as_tensor(state["step"]), name)

@@ -10,6 +10,12 @@ Measured by momenta beside one in fp32 over 300 steps, for gradients of a small 
 for low-rank gradients with heavy-tailed noise (docs/math.md has the table): the square map loses
 less than linear int8, bitsandbytes' dynamic map and e4m3, and blocks of 64 less than of 128 and
 256. Stochastic rounding loses more than rounding to the nearest, also in the sum over all steps.
+
+[Note: unwritten blocks]
+New state has numbers UNWRITTEN and scales -0.0, and reads as zero: -128 * 128 * -0.0 is 0.0. A step
+writes neither value: a block of zeros has numbers 0 and scales 0.0. So a load can tell new state
+from a momentum of zeros. torch's `set_optimizer_state_dict` copies an fp32 momentum into the new
+numbers and leaves the new scales, and most elements of a momentum become 0 by that cast.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ tl = None  # Triton's language, put here by jit
 
 BLOCK = 64  # elements of a row with a common scale
 LARGEST = 127  # largest number
+UNWRITTEN = -128  # every number of a block that was created and never written
 # Blocks without a larger magnitude become zeros: LARGEST / magnitude has to be finite
 TINY = 1e-30
 DTYPE = torch.int8
@@ -34,8 +41,8 @@ def is_quantized(dtype: object) -> bool:
     return dtype is DTYPE
 
 
-def block_count(columns: int) -> int:
-    """Return the blocks of a row of `columns` elements."""
+def block_count(columns: int | torch.Tensor) -> int | torch.Tensor:
+    """Return the blocks of a row of `columns` elements, of each row of a tensor of them."""
     return -(-columns // BLOCK)
 
 
@@ -66,6 +73,31 @@ def quantize(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     numbers = torch.where(is_usable, numbers.clamp_max(LARGEST), 0.0)
     numbers = torch.where(blocks < 0, -numbers, numbers).to(DTYPE)
     return numbers.flatten(-2)[..., :columns], scales.squeeze(-1)
+
+
+def mark_unwritten(values: torch.Tensor, scales: torch.Tensor) -> None:
+    """Fill new numbers and scales, in place, see [Note: unwritten blocks]."""
+    values.fill_(UNWRITTEN)
+    scales.fill_(-0.0)
+
+
+def are_together(values: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Return whether numbers (..., R, C) and scales (..., R, blocks) can come from `quantize` or
+    `mark_unwritten`. Waits for the device.
+    """
+    if not values.numel():
+        return True
+    # The padding of a row repeats its last number, which lies in the padded block
+    columns = torch.arange(scales.shape[-1] * BLOCK, device=values.device)
+    columns = columns.clamp_max(values.shape[-1] - 1)
+    blocks = values[..., columns].unflatten(-1, (-1, BLOCK))
+    least, most = blocks.amin(-1), blocks.amax(-1)
+    is_largest = (least >= -LARGEST) & ((least == -LARGEST) | (most == LARGEST))
+    is_zero = (least == 0) & (most == 0)
+    is_unwritten = (scales == 0) & scales.signbit()
+    fits = torch.where((scales > 0) & scales.isfinite(), is_largest, is_zero)
+    fits = torch.where(is_unwritten, (least == UNWRITTEN) & (most == UNWRITTEN), fits)
+    return bool(fits.all())
 
 
 @jit

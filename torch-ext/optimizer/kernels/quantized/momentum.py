@@ -240,10 +240,12 @@ def _launch(
 ) -> Launch:
     """Return the table of `group` on `device`; `blocks` counts 8-bit blocks, row by row."""
     each = ELEMENTS_OF_PROGRAM // BLOCK  # 8-bit blocks of a program
-    counts = [-(-rows * block_count(columns) // each) for _, (rows, columns, *_) in group]
-    blocks = [(i, k * each) for i, count in enumerate(counts) for k in range(count)]
-    tables = [[record for _, record in group], blocks, [origin for origin, _ in group]]
-    records, blocks, origins = (torch.tensor(t, dtype=torch.int64, device="cpu") for t in tables)
+    records = torch.tensor([record for _, record in group], dtype=torch.int64, device="cpu")
+    counts = (records[:, 0] * block_count(records[:, 1]) + each - 1) // each
+    index = torch.repeat_interleave(torch.arange(len(group), device="cpu"), counts)
+    place = torch.arange(len(index), device="cpu") - (counts.cumsum(0) - counts)[index]
+    blocks = torch.stack((index, place * each), dim=1)
+    origins = torch.tensor([origin for origin, _ in group], device="cpu")
     return Launch(types, access, records.to(device), blocks.to(device), origins)
 
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...kernels.quantized.blocks import (
     BLOCK,
     LARGEST,
+    are_together,
     block_count,
     dequantize,
     is_quantized,
@@ -28,6 +29,16 @@ from ...rules.muon import SUM_KEY, is_sum
 from ...rules.rule import SCALE_KEY, momentum_key
 
 MEAN_KEY = "momentum_buffer"
+# Ends of messages
+MIXED = (
+    "torch's set_optimizer_state_dict mixes the formats if state was saved with another "
+    "state_dtype, torch.int8 on one side: load into an optimizer with the saved state_dtype, then "
+    "pass that optimizer's state_dict() to load_state_dict() here"
+)
+OTHER_SPLIT = (
+    "If the split has changed, load into an optimizer with the saved split and "
+    "state_dtype=torch.float32, then pass that optimizer's state_dict() to load_state_dict() here"
+)
 
 
 def as_tensor(value: object, what: str = "a state") -> torch.Tensor:
@@ -57,7 +68,8 @@ def converted(
     with the rule of the `saved` one. `dtype`: the option `state_dtype`.
 
     8-bit momentum stays only if the optimizer has it too, in the same form. Raises ValueError for
-    numbers and scales that do not fit together, and for numbers without scales.
+    numbers and scales that do not fit together, and for numbers without scales. Waits for the
+    device.
     """
     if not isinstance(state, dict) or not group["use_muon"]:
         return state
@@ -66,10 +78,25 @@ def converted(
         refuse_cast_numbers(state, wanted, name)
         return in_momentum_form(state, group, saved)
     key = SUM_KEY if SUM_KEY in state else MEAN_KEY
-    found = getattr(state.get(key), "dtype", None)
-    if is_quantized(dtype) and is_quantized(found) and key == wanted:
+    if key not in state:
+        return state  # refused by `check_state`
+    momentum, scales = (as_tensor(state[k], f"{k} of parameter {name}") for k in (key, SCALE_KEY))
+    stays = is_quantized(dtype) and is_quantized(momentum.dtype) and key == wanted
+    _check_blocks(momentum, scales, key, name, split, stays)
+    if stays:
         return state
-    return in_momentum_form(_widened(state, key, name, split), group, saved)
+    wide = _widened(momentum, scales, split)
+    rest = {other: value for other, value in state.items() if other not in (key, SCALE_KEY)}
+    return in_momentum_form({**rest, key: wide}, group, saved)
+
+
+def way_out(key: str, dtype: torch.dtype | None) -> str:
+    """Return the end of a message about state `key` of a wrong shape or dtype; "" for most."""
+    if key == SCALE_KEY:
+        return f". {OTHER_SPLIT}"
+    if key == "second_moment":
+        return " (without second_moment it loads, and the mean squares begin anew)"
+    return f". {MIXED}" if is_quantized(dtype) else ""
 
 
 def in_momentum_form(state: dict, group: Mapping, saved: Mapping) -> dict:
@@ -88,23 +115,42 @@ def in_momentum_form(state: dict, group: Mapping, saved: Mapping) -> dict:
     return {**rest, SUM_KEY: wide / (1.0 - momentum)}
 
 
-def _widened(state: dict, key: str, name: str, split: Split) -> dict:
-    """Return the state of a parameter with 8-bit momentum `key` in fp32, and without scales."""
-    if key not in state:
-        return state  # refused by `check_state`
-    rest = {other: value for other, value in state.items() if other not in (key, SCALE_KEY)}
-    momentum, scales = (as_tensor(state[k], f"{k} of parameter {name}") for k in (key, SCALE_KEY))
+def _check_blocks(
+    momentum: torch.Tensor,
+    scales: torch.Tensor,
+    key: str,
+    name: str,
+    split: Split,
+    shapes_later: bool,
+) -> None:
+    """Raise ValueError unless `momentum`, state `key`, is the numbers to which `scales` belong.
+    `shapes_later`: leave wrong shapes to `check_state`. Waits for the device.
+    """
     values, of_blocks = (matrices_of(local_of(t), split.view) for t in (momentum, scales))
-    needed = (*values.shape[:-1], block_count(values.shape[-1]))
-    if not is_quantized(values.dtype) or of_blocks.shape != needed:
+    is_8bit = is_quantized(values.dtype)
+    if not is_8bit or of_blocks.shape != (*values.shape[:-1], block_count(values.shape[-1])):
+        if is_8bit and shapes_later and is_dtensor(momentum) == is_dtensor(scales):
+            return
+        needed = split.block_shape(momentum.shape, BLOCK)
         raise ValueError(
-            f"the state of parameter {name} has {SCALE_KEY} of shape {tuple(of_blocks.shape)}, but "
-            f"{key} of {values.dtype} and shape {tuple(values.shape)}, which needs {needed} beside "
-            f"torch.int8: scales belong to blocks of {BLOCK} columns. It was saved with another "
-            "split or version, or is damaged"
+            f"the state of parameter {name} has {SCALE_KEY} of shape {tuple(scales.shape)}, but "
+            f"{key} of {momentum.dtype} and shape {tuple(momentum.shape)}, which needs {needed} "
+            f"beside torch.int8: scales belong to blocks of {BLOCK} columns. {MIXED}. {OTHER_SPLIT}"
         )
+    if values.is_meta or isinstance(values, FakeTensor):
+        return
+    if not are_together(values, of_blocks):
+        raise ValueError(
+            f"the numbers in {key} of parameter {name} are not those that belong to {SCALE_KEY}: "
+            f"numbers or scales were loaded alone. {MIXED}"
+        )
+
+
+def _widened(momentum: torch.Tensor, scales: torch.Tensor, split: Split) -> torch.Tensor:
+    """Return 8-bit momentum in fp32."""
+    values, of_blocks = (matrices_of(local_of(t), split.view) for t in (momentum, scales))
     wide = dequantize(values, of_blocks.float())
-    return {**rest, key: _like(momentum, of_matrices(wide, local_of(momentum).shape, split.view))}
+    return _like(momentum, of_matrices(wide, local_of(momentum).shape, split.view))
 
 
 def in_8_bits(
