@@ -375,6 +375,21 @@ def test_splits_of_dion_are_ours(rule, name):
     assert_next_step_is_theirs(theirs, params, ours, optimizer)
 
 
+def test_splits_of_dion_do_not_depend_on_the_default_device():
+    """The count of steps of Dion's AdamW may be a number of the group."""
+    matrices, rest = drawn([(24, 16)], REST)
+    theirs = DionNorMuonBlocks(matrices, rest, split_sizes=BLOCKS)
+    train(theirs, matrices + rest, range(STEPS))
+    saved, converted = theirs.state_dict(), package().convert_state_dict
+    for state in saved["state"].values():
+        state.pop("step_dev", None)
+    expected = converted(copy.deepcopy(saved))["state"]
+    with torch.device("meta"):
+        found = converted(saved)["state"]
+    for number, state in expected.items():
+        assert all(torch.equal(torch.as_tensor(found[number][key]), torch.as_tensor(state[key])) for key in state)
+
+
 def sharded_rows(rank, world):
     """Row state in DTensors: each rank divides its own rows."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -278,6 +278,25 @@ def test_errors_speak_of_keys_of_the_config(name):
     assert str(raised.value).startswith("MuonFactory: ")
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_defaults_of_torch_change_no_error_of_a_config(device):
+    """Options are tried on a matrix, whose dtype no option refuses."""
+    muon = part("integrations.megatron")
+    expected = (built().state_dict(), part("integrations.config").group_keys("dion2"))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device(device):
+            model = Model().to_empty(device="cpu").float()
+            found = package().MuonFactory()(model, overrides={"*.up.weight": {"rule": "normuon"}})
+            assert len(found.param_groups) == len(expected[0]["param_groups"]) + 1
+            assert part("integrations.config").group_keys("dion2") == expected[1]
+            muon._try({"ns_steps": 3, "state_dtype": torch.int8})
+            with pytest.raises(ValueError, match="MuonFactory: momentum=2.0 is not allowed"):
+                package().MuonFactory()(model, momentum=2.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # dion's arguments
 
 

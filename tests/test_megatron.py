@@ -35,7 +35,7 @@ def config_of(**changed):
     fields = {"lr": 0.02, "weight_decay": 0.1, "optimizer": "muon", "use_layer_wise_distributed_optimizer": False,
               "muon_momentum": 0.95, "muon_split_qkv": True, "muon_nesterov": False, "muon_scale_mode": "spectral",
               "muon_fp32_matmul_prec": "medium", "muon_coefficient_type": "quintic", "muon_num_ns_steps": 5,
-              "muon_extra_scale_factor": 1.0, "muon_tp_mode": "blockwise"}
+              "muon_extra_scale_factor": 1.0, "muon_tp_mode": "blockwise", "muon_scalar_optimizer": "adam"}
     return SimpleNamespace(**{**fields, **changed})
 
 
@@ -304,6 +304,18 @@ def test_units_do_not_depend_on_the_number_of_ranks():
     assert torch.equal(torch.cat(run_threads(4, cut_query_groups)), cut_query_groups(0, 1))
 
 
+def meshes_under_a_default_device(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = [mesh.get_group("dp"), mesh.get_group("tp")]
+    with torch.device("meta"):
+        found = part("integrations.megatron")._mesh_of(groups, "cpu")
+    return found.mesh.tolist()
+
+
+def test_meshes_do_not_depend_on_the_default_device():
+    assert run_threads(4, meshes_under_a_default_device) == [[[0, 1], [2, 3]]] * 4
+
+
 # Views of shards
 
 
@@ -322,12 +334,56 @@ def views(rank, world):
     for dims, parts in (((2,), 1), ((0, 1), 1), ((None,), 2), ((0,), 5), ((0,), 0)):
         with pytest.raises(ValueError, match="is not allowed for a shard of shape"):
             package().sharded_view(torch.zeros(6, 8), mesh, dims, parts)
+    for wrong, message in (({"dims": 0}, "dims=0 is not allowed .*must be a tuple"),
+                           ({"dims": (True,)}, r"dims=\(True,\) is not allowed"),
+                           ({"dims": (1.0,)}, r"dims=\(1.0,\) is not allowed"),
+                           ({"parts": 2.0}, "parts=2.0 is not allowed: .*whole number"),
+                           ({"parts": True}, "parts=True is not allowed")):
+        with pytest.raises(ValueError, match=message):
+            package().sharded_view(torch.zeros(6, 8), mesh, **wrong)
     copies = package().sharded_view(torch.zeros(6, 8), init_device_mesh("cpu", (1, world)), (None, 1))
     assert copies.shape == (6, 16)
 
 
 def test_sharded_views():
     run_threads(2, views)
+
+
+# State
+
+
+def test_momentum_of_bf16_parameters_stays_fp32():
+    """Through a checkpoint, bit by bit, and after a program has rounded it."""
+    model = model_of(dtype=torch.bfloat16)
+    optimizer = optimizer_of(model)
+    for p in model.values():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    loaded = optimizer_of(model)
+    loaded.load_state_dict(saved)
+    for p in model.values():
+        assert loaded.state[p]["momentum_buffer"].dtype == torch.float32
+        assert torch.equal(loaded.state[p]["momentum_buffer"], optimizer.state[p]["momentum_buffer"])
+        loaded.state[p]["momentum_buffer"] = loaded.state[p]["momentum_buffer"].bfloat16()
+    loaded.step()
+    assert {state["momentum_buffer"].dtype for state in loaded.state.values()} == {torch.float32}
+    for view in loaded._views:
+        assert loaded.muon.state[view.param]["momentum_buffer"] is loaded.state[view.local]["momentum_buffer"]
+
+
+def test_momentum_of_another_shape_is_refused():
+    model = model_of()
+    optimizer = optimizer_of(model)
+    train(optimizer, model, steps=range(1))
+    name = "layers.0.mlp.linear_fc2.weight"
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][list(model).index(name)]["momentum_buffer"] = torch.zeros(HIDDEN, FFN // 2)
+    optimizer.load_state_dict(saved)
+    before = {name: p.detach().clone() for name, p in model.items()}
+    with pytest.raises(ValueError, match=rf"parameter {name}: .* shape \(16, 12\), .* shape \(16, 24\): load a"):
+        train(optimizer, model, steps=range(1, 2))
+    assert_shards_of(model, before, 0, 1)
 
 
 # The registry
@@ -378,11 +434,21 @@ def test_the_entry_takes_the_place_of_megatrons(registry):
     ({"ns_steps": 0}, ValueError, "register_megatron_muon: .*ns_steps"),
     ({"wire_dtype": "fp8"}, ValueError, "wire_dtype: there is no dtype 'fp8'"),
     ({"shard_state": True}, ValueError, "there is no key 'shard_state'"),
+    ({"name": 3}, ValueError, "name=3 is not allowed: it must be a text"),
+    ({"name": ""}, ValueError, "name='' is not allowed"),
+    ({"split_gate_up": "yes"}, ValueError, "split_gate_up='yes' is not allowed: it must be True or False"),
 ])
 def test_options_that_are_refused(registry, options, error, message):
     with pytest.raises(error, match=message):
         package().register_megatron_muon(**options)
     assert registry._EMERGING_OPTIMIZERS == {"muon": "Megatron's"}
+
+
+@pytest.mark.parametrize("missing", ["megatron", "megatron.core.optimizer"])
+def test_without_megatron_the_way_out_is_said(registry, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match="register_megatron_muon: Megatron-Core cannot .*install megatron-core 0.19"):
+        package().register_megatron_muon()
 
 
 def test_an_older_megatron_is_refused(registry):
@@ -398,10 +464,16 @@ def test_an_older_megatron_is_refused(registry):
     ({"muon_num_ns_steps": 0}, "OptimizerConfig: muon_num_ns_steps"),
     ({"muon_momentum": 1.5}, "OptimizerConfig: muon_momentum"),
     ({"weight_decay": -1.0}, "OptimizerConfig: weight_decay"),
+    ({"muon_scalar_optimizer": "lion", "optimizer": "ours"}, "muon_scalar_optimizer='lion' has no .*optimizer='ours'"),
 ])
 def test_values_that_are_refused_by_their_key_of_the_config(changed, message):
     with pytest.raises(ValueError, match=message):
         optimizer_of(model_of(), **changed)
+
+
+def test_the_optimizer_of_vectors_under_names_that_megatron_knows():
+    for name in ("muon", "dist_muon", "adaptive_muon"):
+        optimizer_of(model_of(), optimizer=name, muon_scalar_optimizer="lion")
 
 
 def test_layouts_that_are_refused():
@@ -422,3 +494,41 @@ def test_layouts_that_are_refused():
         arguments(True, {}, config_of(), [chunk], None)
     with pytest.raises(ValueError, match="closure"):
         optimizer_of(model_of()).step(lambda: 0.0)
+
+
+def qkv_arguments(p, groups=None, **sizes):
+    chunk = chunk_of({"linear_qkv.weight": p})
+    for key, value in sizes.items():
+        setattr(chunk.config, key, value)
+    arguments = part("integrations.megatron")._arguments
+    return lambda **config: arguments(False, {}, config_of(**config), [chunk], groups)
+
+
+def test_query_groups_that_do_not_fit_are_refused():
+    for rows, sizes, message in ((72, {}, "it has 72 rows, which are no multiple of the 16 rows"),
+                                 (64, {"kv_channels": None}, "query group are unknown: .*kv_channels")):
+        make = qkv_arguments(nn.Parameter(torch.zeros(rows, HIDDEN)), **sizes)
+        with pytest.raises(ValueError, match=f"parameter linear_qkv.weight: .*{message}.*muon_split_qkv=False"):
+            make()
+        make(muon_split_qkv=False)
+    own = nn.Parameter(torch.zeros(64, HIDDEN))
+    own.qkv_split_shapes = [24, 4, 4]  # of the parameter, without those of the config
+    traits = qkv_arguments(own, kv_channels=None)()["traits"][own]
+    assert traits.split(64) == {"rows": [24, 4, 4], "repeat": 2}
+    qkv_arguments(nn.Parameter(torch.zeros(72, HIDDEN), requires_grad=False))()
+
+
+def test_query_groups_with_padding_of_each_rank_are_refused():
+    def group(ranks):
+        return SimpleNamespace(size=lambda: ranks)
+
+    p = nn.Parameter(torch.zeros(24, HIDDEN))  # 2 query groups and 16 rows of padding over 2 ranks of GTP
+    p.tensor_model_parallel, p.partition_dim, p.is_gtp_weight_remat, p.pad_length = True, 0, True, 16
+    make = qkv_arguments(p, SimpleNamespace(tp=group(2), gtp_remat=group(2)))
+    with pytest.raises(ValueError, match="parameter linear_qkv.weight: .*padding.*muon_split_qkv=False"):
+        make()
+    make(muon_split_qkv=False)
+    qkv_arguments(p, SimpleNamespace(tp=group(1), gtp_remat=group(2)))()
+    p.pad_length, p.data = 8, torch.zeros(20, HIDDEN)
+    with pytest.raises(ValueError, match="40 rows, of which 8 are padding"):
+        qkv_arguments(p, SimpleNamespace(tp=group(1), gtp_remat=group(2)))()

@@ -282,3 +282,28 @@ def test_a_group_may_repeat_arguments_of_a_forecast(optimizer):
     assert report.bytes_of("state") == 4 * 8 * 4  # whole at its owner
     dion = optimizer.DionMuon.memory_forecast([nn.Parameter(torch.ones(8, 4))], ranks=2, layout="ddp", mu=0.5)
     assert dion.bytes_of("state") == 4 * 8 * 4
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_a_forecast_refuses_the_mesh_of_dion(layout, optimizer):
+    with pytest.raises(ValueError, match="distributed_mesh is not allowed in a forecast.*pass ranks"):
+        optimizer.DionMuon.memory_forecast([nn.Parameter(torch.ones(8, 4))], layout=layout, distributed_mesh="x")
+
+
+def test_a_forecast_leaves_the_qk_clip_to_the_optimizer(optimizer):
+    """Before the optimizer is built, and after; wrong layers are refused."""
+    layer = {"heads": 2, "kv_heads": 2, "weights": {"q": "q", "k": "k"}}
+    clip = optimizer.QKClip(layers={"layer": layer})
+    named = [(name, nn.Parameter(torch.ones(8, 4))) for name in "qk"]
+    before = optimizer.Muon.memory_forecast(named, qk_clip=clip)
+    opt = optimizer.Muon(named, qk_clip=clip)
+    clip.record("layer", torch.tensor([200.0, 1.0]))
+    assert str(optimizer.Muon.memory_forecast(named, qk_clip=clip)) == str(before)
+    for _, p in named:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert int(clip.clipped) == 1
+    with pytest.raises(ValueError, match="parameter q is not among the names"):
+        optimizer.Muon.memory_forecast([("k", nn.Parameter(torch.ones(8, 4)))], qk_clip=clip)
+    with pytest.raises(TypeError, match="qk_clip must be a QKClip"):
+        optimizer.Muon.memory_forecast(named, qk_clip="x")

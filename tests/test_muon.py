@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.paths import quiet, take
-from tests.ranks import package, run_threads
+from tests.ranks import package, part, run_threads
 
 SHAPES = [(16, 16), (48, 16), (16, 48), (7, 33), (33, 7), (1, 9), (9, 1), (64, 40)]
 JORDAN = (3.4445, -4.7750, 2.0315)
@@ -748,6 +748,15 @@ def test_another_default_dtype_changes_no_bit(dtype, optimizer, device):
 
     usual, ours = results(), under(dtype, results)
     assert all(torch.equal(a, b) and a.dtype == b.dtype and a.isfinite().all() for a, b in zip(usual, ours))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_numbers_of_kernels_are_fp32_under_any_default_dtype(dtype):
+    """On a GPU they are read as fp32."""
+    pair = part("newton_schulz.coefficients").JORDAN
+    factors = under(dtype, lambda: part("kernels.onchip.gram_chain")._program((), pair)[1])
+    numbers = under(dtype, lambda: part("kernels.elementwise.norms")._numbers(0.95, torch.device("cpu")))
+    assert factors.dtype == numbers.dtype == torch.float32
 
 
 def test_a_compiled_training_step(optimizer):

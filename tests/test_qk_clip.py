@@ -237,6 +237,27 @@ def test_the_step_comes_first_and_momentum_stays(optimizer):
         assert torch.equal(opt.state[named[name]]["momentum_buffer"], plain.state[twins[name]]["momentum_buffer"])
 
 
+def test_another_default_dtype_or_device_changes_no_bit(optimizer):
+    """Also of maxima that are lists of numbers, which 16 bits do not hold."""
+    results = []
+    for dtype, device in ((torch.float32, "cpu"), (torch.float16, "cpu"), (torch.float64, "meta")):
+        named = params(weights_of("MHA"))
+        for p in named.values():
+            p.grad = torch.ones_like(p)
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                clip = optimizer.QKClip(TAU, {"layer": layer_of("MHA")})
+                opt = muon(named, clip, lr=0.1)
+                assert clip.clipped.item() == clip.nonfinite.item() == 0
+                opt.step(qk_logits={"layer": [TAU * 1.2345678] * len(MAXIMA)})
+                results.append([p.detach() for p in named.values()] + [clip.clipped, clip.maxima["layer"]])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others))
+
+
 # Maxima ---------------------------------------------------------------------------------------------------------------
 
 def test_the_largest_of_several_records_counts_and_each_step_starts_anew(optimizer):

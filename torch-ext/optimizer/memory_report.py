@@ -33,6 +33,7 @@ from .planning.cost_model import CostModel
 from .planning.plan import Bucket
 from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan
+from .qk_clip.clip import QKClip, unattached
 from .report import as_bytes
 from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, temporaries_of
 from .rules.muon import REST_KEY, is_split
@@ -197,20 +198,23 @@ class ForecastPlanner(Planner):
         return mine
 
 
-def check_forecast(
-    ranks: int, layout: str, gpu_bytes: int, params: object, arguments: Mapping[str, object]
-) -> None:
-    """Raise ValueError for wrong arguments of `Muon.memory_forecast`."""
+def forecast_arguments(
+    ranks: int, layout: str, gpu_bytes: int, arguments: Mapping[str, object]
+) -> dict[str, object]:
+    """Return arguments of the constructor for `Muon.memory_forecast`: `arguments`, and a copy of a
+    `qk_clip`, which belongs to the caller's optimizer. Raises ValueError for wrong arguments.
+    """
     for key, value in (("ranks", ranks), ("gpu_bytes", gpu_bytes)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{key}={value!r} is not allowed: it must be a whole number >= 1")
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not allowed: it must be one of {LAYOUTS}")
-    if arguments.get("process_group") is not None:
-        raise ValueError(
-            "process_group is not allowed in a forecast, which knows of ranks by number only: "
-            "leave it out, and pass ranks and layout='ddp'"
-        )
+    for key in ("process_group", "distributed_mesh"):  # the second is dion's name
+        if arguments.get(key) is not None:
+            raise ValueError(
+                f"{key} is not allowed in a forecast, which knows of ranks by number only: leave "
+                "it out, and pass ranks and layout='ddp'"
+            )
     is_other = {"shard_state": True, "grads_are_reduced": False}
     for key in [key for key, value in is_other.items() if arguments.get(key) is value]:
         if layout != "ddp":
@@ -218,6 +222,9 @@ def check_forecast(
                 f"{key}={arguments[key]} with layout={layout!r}: only plain parameters that all "
                 "ranks hold have the option; pass layout='ddp', or leave it out"
             )
+    clip = arguments.get("qk_clip")
+    copied = {"qk_clip": unattached(clip)} if isinstance(clip, QKClip) else {}
+    return {**arguments, **copied}
 
 
 def copied_groups(params: Iterable) -> list:

@@ -596,7 +596,7 @@ class Muon(MetricsMethods):
         shard the meta model over a mesh, and call `memory_report`. Raises ValueError for other
         values, and what the constructor raises.
         """
-        memory_report.check_forecast(ranks, layout, gpu_bytes, params, arguments)
+        arguments = memory_report.forecast_arguments(ranks, layout, gpu_bytes, arguments)
         if layout == "ddp":
             arguments.update(cls._ranks_as_argument(AssumedRanks(ranks)))
         opt = cls(memory_report.copied_groups(params), **arguments)

@@ -149,7 +149,9 @@ class NonfiniteFlags(StepHook):
         with errors.during("the comparison of NaN and Inf in gradients"):
             if found_inf is not None or self.whole:
                 # A GradScaler without gradients on this rank gives the number 0, no tensor
-                flags = self.flags if found_inf is None else torch.as_tensor(found_inf)
+                flags = self.flags
+                if found_inf is not None:
+                    flags = torch.as_tensor(found_inf, device=flags.device)
                 self._spread_maximum(
                     torch.cat([flags.to(self.flags).flatten(), self.flags.new_zeros(1)]).amax(
                         keepdim=True

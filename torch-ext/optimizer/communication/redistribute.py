@@ -61,23 +61,28 @@ def sharded_view(
 
     mesh: the ranks that together hold the parameter. dims: for each axis of `mesh`, the dim that
     the axis shards, or None for copies. parts: number of matrices that are fused along the dim of
-    the last axis, each of which the axis shards, such as 2 for gate and up. Shards have equal
-    shapes. A new `local.data` is the new shard. The gradient of the parameter must be a DTensor of
-    the same mesh and placements.
+    the last axis, each of which the axis shards, such as 2 for gate and up. Shards must have equal
+    shapes on all ranks, which is not checked. A new `local.data` is the new shard. The gradient of
+    the parameter must be a DTensor of the same mesh and placements.
 
-    Raises ValueError for dims that `local` or `mesh` does not have, and for parts that do not
-    divide the shard.
+    Raises ValueError for dims that `local` or `mesh` does not have, and for parts that are no whole
+    number or do not divide the shard.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    allowed = {None, *range(local.ndim)}
-    if len(dims) != mesh.ndim or not set(dims) <= allowed:
+    is_list = isinstance(dims, (tuple, list))
+    # True is no dim, though it equals 1
+    allowed = [None, *range(local.ndim)]
+    known = is_list and all(dim is None or type(dim) is int and dim in allowed for dim in dims)
+    if not known or len(dims) != mesh.ndim:
         raise ValueError(
-            f"dims={tuple(dims)} is not allowed for a shard of shape {tuple(local.shape)} on a "
-            f"mesh of {mesh.ndim} axes: it must have a dim of the shard, or None, for each axis"
+            f"dims={dims!r} is not allowed for a shard of shape {tuple(local.shape)} on a mesh of "
+            f"{mesh.ndim} axes: it must be a tuple with a dim of the shard, or None, for each axis"
         )
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    if type(parts) is not int:
+        raise ValueError(f"parts={parts!r} is not allowed: it must be a whole number")
     if parts != 1:
         last = dims[-1]
         if last is None or dims.count(last) > 1 or parts < 1 or local.shape[last] % parts:

@@ -63,6 +63,11 @@ class ConfigError(ValueError):
     """An error that names keys as the config does."""
 
 
+def trial_matrix() -> nn.Parameter:
+    """A parameter (2, 2) for trying arguments of `Muon`, of a dtype that every option allows."""
+    return nn.Parameter(torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
+
+
 MUON_ARGUMENTS = arguments_of(Muon.__init__)
 GROUP_ARGUMENTS = arguments_of(get_default_muon_param_groups)
 
@@ -95,7 +100,7 @@ def _keys_of(group: Mapping) -> dict[str, object]:
     """
     try:
         with of_no_group():
-            (made,) = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], **group}]).param_groups
+            (made,) = Muon([{"params": [trial_matrix()], **group}]).param_groups
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
     inner = ("params", "param_names", "use_muon", "rule")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -221,7 +220,7 @@ def _build(overridden: list[tuple[str, dict]], arguments: Mapping) -> Muon:
         with in_config_terms(WHERE), config.of_no_group():
             # The fault may be one of the arguments: any parameter has it. A clip needs the model
             of_any = {key: value for key, value in arguments.items() if key != "qk_clip"}
-            _optimizer([{"params": [nn.Parameter(torch.zeros(2, 2))]}], of_any)
+            _optimizer([{"params": [config.trial_matrix()]}], of_any)
         for where, group in filter(lambda pair: pair[0], overridden):
             # Or the fault is one of a pattern: its group alone has it
             with in_config_terms(f"{WHERE}: {where}", is_muon=group["use_muon"]):

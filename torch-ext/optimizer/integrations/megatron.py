@@ -7,11 +7,12 @@ Megatron reads and writes, and steps views of the same memory, DTensors of the w
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,15 @@ from torch import nn
 
 from ..communication.redistribute import sharded_view
 from ..muon import Muon
-from .config import ConfigError, dtype_of, in_config_terms, near, refuse_text, refuse_unknown
+from .config import (
+    ConfigError,
+    dtype_of,
+    in_config_terms,
+    near,
+    refuse_text,
+    refuse_unknown,
+    trial_matrix,
+)
 
 WHERE = "register_megatron_muon"
 # Arguments of `Muon` that a user may give, besides the values of Megatron's config
@@ -58,8 +67,11 @@ SCALES = {
     "unit_rms_norm": lambda R, C: math.sqrt(R / C),
 }
 PRECISIONS = {"medium": None, "high": torch.float32, "highest": torch.float32}
+# Names with which Megatron reads muon_scalar_optimizer
+WITH_SCALAR_OPTIMIZER = "muon", "adaptive_muon"
 NUMBERS = "lr", "weight_decay", "momentum"  # of a group, which schedules change
 STATE = "momentum_buffer"  # also the name that Megatron's own muon uses
+WITHOUT_SPLIT = "set muon_split_qkv=False to orthogonalize the whole matrix"
 GATE_UP = re.compile(r"(^|\.)linear_fc1\.weight\d*$")
 
 
@@ -71,9 +83,18 @@ def register_megatron_muon(
 
     Values come from the keys `muon_*` of OptimizerConfig. split_gate_up: orthogonalize gate and up
     of gated MLPs as two matrices. options: arguments of `Muon` from `OPTIONS`, which come before
-    the config. Raises ImportError without Megatron-Core 0.19, ValueError or TypeError for options
+    the config. Raises ImportError without Megatron-Core 0.19, ValueError or TypeError for arguments
     that are not allowed.
     """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{WHERE}: name={name!r} is not allowed: it must be a text, the value of "
+            "OptimizerConfig.optimizer"
+        )
+    if not isinstance(split_gate_up, bool):
+        raise ConfigError(
+            f"{WHERE}: split_gate_up={split_gate_up!r} is not allowed: it must be True or False"
+        )
     registry = _registry()
     refuse_unknown(options, OPTIONS, WHERE)
     with in_config_terms(WHERE):
@@ -93,8 +114,16 @@ def register_megatron_muon(
 
 def _registry() -> ModuleType:
     """The module of Megatron-Core with the entries of optimizers."""
-    import megatron.core
-    import megatron.core.optimizer
+    try:
+        import megatron.core
+        import megatron.core.optimizer
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "megatron":
+            raise  # a package that Megatron needs
+        raise ImportError(
+            f"{WHERE}: Megatron-Core cannot be imported ({error}): install megatron-core 0.19 or "
+            "newer, or put its folder on PYTHONPATH"
+        ) from error
 
     module = getattr(megatron.core.optimizer, "emerging_optimizers", None)
     if not hasattr(module, "EmergingOptimizerEntry"):
@@ -109,7 +138,7 @@ def _registry() -> ModuleType:
 def _try(arguments: Mapping) -> None:
     """Raise what `Muon` raises for arguments, without the number of a group."""
     try:
-        Muon([nn.Parameter(torch.zeros(2, 2))], **arguments)
+        Muon([trial_matrix()], **arguments)
     except ValueError as error:
         raise ValueError(str(error).removeprefix("in group 0 (#0): ")) from error
 
@@ -131,6 +160,7 @@ def _arguments(
     """
     is_layer_wise = config.use_layer_wise_distributed_optimizer
     is_layer_wise = is_layer_wise or config.optimizer.startswith("dist_")
+    _check_scalar_optimizer(config)
     _check_data_parallel(model_chunks, is_layer_wise)
     given = {**_values(config), **options}
     numbers = {"lr": config.lr, "weight_decay": config.weight_decay}
@@ -138,13 +168,26 @@ def _arguments(
     with in_config_terms("OptimizerConfig", called=CALLED):
         # Without lr the scheduler writes one into each group
         _try({**given, **numbers, "lr": 0.0 if config.lr is None else config.lr})
+    traits = _traits_of_model(model_chunks, config.muon_split_qkv, split_gate_up)
+    _check_query_groups(traits, functools.partial(_axes, pg_collection, False))
     return {
         **numbers,
         **given,
-        "traits": _traits_of_model(model_chunks, config.muon_split_qkv, split_gate_up),
+        "traits": traits,
         "groups": pg_collection,
         "has_copies": not is_layer_wise,
     }
+
+
+def _check_scalar_optimizer(config: Any) -> None:
+    """Raise ConfigError if Megatron does not read muon_scalar_optimizer."""
+    name = config.optimizer.removeprefix("dist_")
+    if config.muon_scalar_optimizer != "adam" and name not in WITH_SCALAR_OPTIMIZER:
+        raise ConfigError(
+            f"muon_scalar_optimizer={config.muon_scalar_optimizer!r} has no effect with "
+            f"optimizer={name!r}: Megatron reads it for {' and '.join(WITH_SCALAR_OPTIMIZER)} "
+            f"only. Call {WHERE} without name=, or leave muon_scalar_optimizer at 'adam'"
+        )
 
 
 def _check_data_parallel(model_chunks: Sequence[nn.Module], is_layer_wise: bool) -> None:
@@ -197,10 +240,19 @@ class Traits:
     is_gtp: bool = False  # rows are sharded by generalized tensor parallelism, too
     qkv: tuple[int, ...] | None = None  # rows of q, k and v in a query group, if they are units
     is_gate_up: bool = False  # gate and up are units
+    padding: int = 0  # rows of zeros that GTP has added on each rank of tensor parallelism
 
     def split(self, rows: int) -> dict | None:
-        """The key `split` of a parameter with `rows` rows on all ranks together."""
-        if self.qkv is not None and rows % sum(self.qkv) == 0:
+        """The key `split` of a parameter with `rows` rows on all ranks together. Raises ConfigError
+        if they are no whole number of query groups.
+        """
+        if self.qkv is not None:
+            if rows % sum(self.qkv):
+                padded = f", of which {self.padding} are padding" if self.padding else ""
+                raise ConfigError(
+                    f"parameter {self.name}: it has {rows} rows{padded}, which are no multiple of "
+                    f"the {sum(self.qkv)} rows {self.qkv} of a query group; {WITHOUT_SPLIT}"
+                )
             return {"rows": list(self.qkv), "repeat": rows // sum(self.qkv)}
         return {"rows": [rows // 2, rows // 2]} if self.is_gate_up else None
 
@@ -216,27 +268,69 @@ def _traits_of_model(
         for name, param in chunk.named_parameters():
             label = re.sub(r"^(module\.)+", "", name)
             label = label if len(model_chunks) == 1 else f"{number}.{label}"
-            parts = _gated_parts(name, config)
-            if split_gate_up and parts == 0:
+            gated = _gated_kind(name, config)
+            if split_gate_up and gated is Gated.INTERLEAVED:
                 raise ConfigError(
                     f"parameter {label}: split_gate_up=True is not supported with "
                     "moe_mlp_glu_interleave_size, with which rows of gate and up take turns: leave "
                     "it out"
                 )
             is_qkv = "linear_qkv.weight" in name or getattr(param, "is_qkv", False)
-            rows = qkv if is_qkv and split_qkv else None
-            found[param] = _traits(param, label, parts, rows, split_gate_up)
+            rows = None
+            if split_qkv and is_qkv and _is_stepped(param):
+                rows = getattr(param, "qkv_split_shapes", None) or qkv
+                if rows is None:
+                    raise ConfigError(
+                        f"parameter {label}: the rows of q, k and v in a query group are unknown: "
+                        "the config of the model needs num_attention_heads, num_query_groups and "
+                        f"kv_channels, or the parameter qkv_split_shapes; {WITHOUT_SPLIT}"
+                    )
+            found[param] = _traits(param, label, gated, rows, split_gate_up)
     return found
 
 
-def _gated_parts(name: str, config: object) -> int | None:
-    """2 for gate and up in one weight, 0 if their rows take turns, None for another weight."""
+def _is_stepped(param: torch.Tensor) -> bool:
+    """Whether Megatron gives a parameter to this optimizer, and not to Adam."""
+    is_matrix = param.ndim == 2 and not getattr(param, "is_embedding_or_output_parameter", False)
+    return param.requires_grad and is_matrix and getattr(param, "use_muon", True)
+
+
+def _check_query_groups(
+    traits: Mapping[torch.Tensor, Traits], axes_of: Callable[[Traits], Sequence]
+) -> None:
+    """Raise ConfigError if q, k and v of a parameter cannot be units. `axes_of`: the axes of a
+    parameter, as of `_axes`.
+    """
+    for param, of in traits.items():
+        if of.qkv is None:
+            continue
+        by_tp = [dim for _, dim in axes_of(replace(of, is_gtp=False))]
+        if of.padding and 0 in by_tp:
+            raise ConfigError(
+                f"parameter {of.name}: muon_split_qkv=True is not supported with rows of padding "
+                "(pad_length) on each rank of tensor parallelism, which would be taken for rows "
+                f"of q, k and v; {WITHOUT_SPLIT}, or choose sizes that need no padding"
+            )
+        ranks = math.prod(group.size() for group, dim in axes_of(of) if dim == 0)
+        of.split(param.shape[0] * ranks)
+
+
+class Gated(enum.Enum):
+    """How gate and up lie in a weight."""
+
+    NONE = enum.auto()  # another weight
+    IN_BLOCKS = enum.auto()  # rows of gate, then rows of up
+    INTERLEAVED = enum.auto()  # rows of gate and up take turns
+
+
+def _gated_kind(name: str, config: object) -> Gated:
+    """How gate and up lie in the weight of a name."""
     if not GATE_UP.search(name) or not getattr(config, "gated_linear_unit", False):
-        return None
+        return Gated.NONE
     kinds = ("shared_experts", "moe_shared_expert"), ("experts", "moe_mlp")
     prefix = next((prefix for kind, prefix in kinds if kind in name), None)
     takes_turns = getattr(config, f"{prefix}_glu_interleave_size", None) is not None
-    return 0 if takes_turns else 2
+    return Gated.INTERLEAVED if takes_turns else Gated.IN_BLOCKS
 
 
 def _qkv_rows(config: Any) -> tuple[int, ...] | None:
@@ -253,24 +347,24 @@ def _qkv_rows(config: Any) -> tuple[int, ...] | None:
 def _traits(
     param: torch.Tensor,
     name: str,
-    parts: int | None = None,
+    gated: Gated = Gated.NONE,
     qkv: tuple[int, ...] | None = None,
     split_gate_up: bool = False,
 ) -> Traits:
-    """The traits of a parameter by Megatron's attributes. `parts`: as in `_gated_parts`. Raises
-    ConfigError if split_gate_up cannot be done.
+    """The traits of a parameter by Megatron's attributes. Raises ConfigError if split_gate_up
+    cannot be done.
     """
     dim = getattr(param, "partition_dim", -1)
     is_sharded = getattr(param, "tensor_model_parallel", False) and dim in range(param.ndim)
     is_gtp = getattr(param, "is_gtp_weight_remat", False)
-    is_gate_up = split_gate_up and parts == 2
+    is_gate_up = split_gate_up and gated is Gated.IN_BLOCKS
     if is_gate_up and is_gtp:
         raise ConfigError(
             f"parameter {name}: split_gate_up=True is not supported with generalized tensor "
             "parallelism, which cuts through gate and up of a rank: leave it out"
         )
-    if not parts:
-        parts = getattr(param, "partition_stride", 1)
+    # Muon steps a matrix with its rows in another order alike: interleaved rows need no own case
+    parts = 2 if gated is Gated.IN_BLOCKS else getattr(param, "partition_stride", 1)
     return Traits(
         name,
         dim if is_sharded else None,
@@ -279,8 +373,9 @@ def _traits(
         getattr(param, "expert_tp", False),
         not getattr(param, "allreduce", True),
         is_gtp,
-        qkv and tuple(getattr(param, "qkv_split_shapes", None) or qkv),
+        qkv and tuple(qkv),
         is_gate_up,
+        getattr(param, "pad_length", 0) if is_gtp else 0,
     )
 
 
@@ -293,6 +388,7 @@ class View(NamedTuple):
     param: torch.Tensor
     grad: torch.Tensor | None  # a DTensor for the gradient of a view
     placed: Callable[[torch.Tensor], torch.Tensor]  # a plain tensor in the form of `param`
+    name: str
 
     def lend_gradient(self) -> None:
         """Give `param` the memory and the gradient that `local` has now."""
@@ -382,17 +478,40 @@ class MegatronMuon(torch.optim.Optimizer):
         for view in lent:
             view.drop_gradient()
 
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict) -> None:
+        """As in torch, but momentum becomes fp32, also for parameters of another dtype."""
+        super().load_state_dict(state_dict)
+        saved = state_dict["state"]
+        for group, of in zip(self.param_groups, state_dict["param_groups"]):
+            for param, number in zip(group["params"], of["params"]):
+                momentum = saved.get(number, {}).get(STATE)
+                # torch has rounded it to the dtype of the parameter
+                if momentum is not None and param.dtype != torch.float32:
+                    self.state[param][STATE] = momentum.to(param.device, torch.float32, copy=True)
+
     def _momentum(self, param: torch.Tensor) -> torch.Tensor:
-        """The momentum of a parameter, created if missing."""
+        """The momentum of a parameter in fp32, created if missing."""
         state = self.state[param]
         if STATE not in state:
             state[STATE] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+        if state[STATE].dtype != torch.float32:
+            state[STATE] = state[STATE].float()
         return state[STATE]
 
     def _follow_state(self, view: View) -> None:
-        """Give `muon` the momentum, if it was created, loaded or moved."""
+        """Give `muon` the momentum, if it was created, loaded or moved. Raises ValueError for a
+        momentum of another shape than the shard.
+        """
         momentum = self._momentum(view.local)
         if self._momenta.get(view.local) is not momentum:
+            if momentum.shape != view.local.shape:
+                raise ValueError(
+                    f"parameter {view.name}: its {STATE} has the shape {tuple(momentum.shape)}, "
+                    f"but this rank holds a shard of shape {tuple(view.local.shape)}: load a "
+                    "checkpoint of the same tensor parallelism, or one in Megatron's format "
+                    "torch_dist"
+                )
             self._momenta[view.local] = momentum
             self.muon.state[view.param] = {STATE: view.placed(momentum)}
 
@@ -422,10 +541,10 @@ class MegatronMuon(torch.optim.Optimizer):
 
     def _place(self, param: torch.Tensor, traits: Traits) -> View:
         """The view of a parameter."""
-        axes = self._axes(traits)
+        axes = _axes(self._groups, self._has_copies, traits)
         if not axes:
             whole = param if param.requires_grad else nn.Parameter(param.detach())
-            return View(param, whole, None, lambda tensor: tensor)
+            return View(param, whole, None, lambda tensor: tensor, traits.name)
         groups, dims = zip(*axes)
         if groups not in self._meshes:
             self._meshes[groups] = _mesh_of(groups, param.device.type)
@@ -439,22 +558,25 @@ class MegatronMuon(torch.optim.Optimizer):
             return found
 
         view = sharded_view(param, self._meshes[groups], dims, parts)
-        return View(param, view, view.detach(), placed)
+        return View(param, view, view.detach(), placed, traits.name)
 
-    def _axes(self, traits: Traits) -> list[tuple[dist.ProcessGroup, int | None]]:
-        """[(process group of Megatron, dim that its ranks shard, None: copies)] of a parameter,
-        without groups of one rank.
-        """
-        prefix = "expt_" if traits.is_expert else ""
-        named = []
-        if self._has_copies:
-            named.append(("expt_dp" if traits.has_expert_copies else "dp_cp", None))
-        if traits.dim is not None:
-            named.append((f"{prefix}tp", traits.dim))
-        if traits.is_gtp:
-            named.append((f"{prefix}gtp_remat", 0))
-        found = [(getattr(self._groups, name, None), dim) for name, dim in named]
-        return [(group, dim) for group, dim in found if group is not None and group.size() > 1]
+
+def _axes(
+    groups: Any, has_copies: bool, traits: Traits
+) -> list[tuple[dist.ProcessGroup, int | None]]:
+    """[(process group of Megatron, dim that its ranks shard, None: copies)] of a parameter,
+    without groups of one rank. Arguments: as of `MegatronMuon`.
+    """
+    prefix = "expt_" if traits.is_expert else ""
+    named = []
+    if has_copies:
+        named.append(("expt_dp" if traits.has_expert_copies else "dp_cp", None))
+    if traits.dim is not None:
+        named.append((f"{prefix}tp", traits.dim))
+    if traits.is_gtp:
+        named.append((f"{prefix}gtp_remat", 0))
+    found = [(getattr(groups, name, None), dim) for name, dim in named]
+    return [(group, dim) for group, dim in found if group is not None and group.size() > 1]
 
 
 def _mesh_of(groups: Sequence[dist.ProcessGroup], device_type: str) -> object:
@@ -466,8 +588,9 @@ def _mesh_of(groups: Sequence[dist.ProcessGroup], device_type: str) -> object:
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type)
     here = dist.get_rank()
-    ranks = torch.tensor(here)
+    ranks = torch.tensor(here, device="cpu")
     for group in groups:
-        ranks = ranks[..., None] + torch.tensor(dist.get_process_group_ranks(group)) - here
+        members = torch.tensor(dist.get_process_group_ranks(group), device="cpu")
+        ranks = ranks[..., None] + members - here
     names = tuple(f"axis{i}" for i in range(len(groups)))
     return DeviceMesh.from_group(list(groups), device_type, ranks, mesh_dim_names=names)

@@ -6,6 +6,7 @@ The public class. hook.py scales the weights during a step. Sends nothing.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -201,7 +202,10 @@ class QKClip:
             raise ValueError(
                 f"there is no layer {shortened(repr(layer))}; there are {_some(self.layers)}"
             )
-        values = local_of(maxima) if isinstance(maxima, torch.Tensor) else torch.as_tensor(maxima)
+        if isinstance(maxima, torch.Tensor):
+            values = local_of(maxima)
+        else:
+            values = torch.as_tensor(maxima, dtype=torch.float32, device="cpu")
         count = values.numel()
         if values.ndim != 1 or not 0 < count <= known.heads or known.heads % count:
             raise ValueError(
@@ -270,14 +274,14 @@ class QKClip:
     @property
     def clipped(self) -> torch.Tensor:
         """Number of heads that the last step has clipped, on all ranks: int64, on the device."""
-        return torch.zeros((), dtype=torch.int64) if self._results is None else self._results[1]
+        return _no_heads() if self._results is None else self._results[1]
 
     @property
     def nonfinite(self) -> torch.Tensor:
         """Number of heads for which NaN or Inf was recorded before the last step: int64, on the
         device.
         """
-        return torch.zeros((), dtype=torch.int64) if self._results is None else self._results[2]
+        return _no_heads() if self._results is None else self._results[2]
 
     def recording(self, model: torch.nn.Module) -> contextlib.AbstractContextManager:
         """Context manager: `scaled_dot_product_attention`, called in modules of `model` with the
@@ -293,6 +297,13 @@ class QKClip:
         layers = [item for item in self.layers.items() if names & item[1].weights.keys()]
         has_group = self.process_group is not None
         return repr((self.threshold, self.shared_keys, self.heads_dim, has_group, layers))
+
+
+def unattached(clip: QKClip) -> QKClip:
+    """Return a copy of `clip` that belongs to no optimizer, without logits and results."""
+    found = copy.copy(clip)
+    found._places, found._recorded, found._taken, found._results = {}, {}, {}, None
+    return found
 
 
 def _check_shape(
@@ -312,6 +323,11 @@ def _check_shape(
         layer.slots(name, param.shape[dim], shared_keys)
     except ValueError as error:
         raise ValueError(f"{label} of shape {tuple(param.shape)}: {error}") from None
+
+
+def _no_heads() -> torch.Tensor:
+    """The count of heads before the first step."""
+    return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def _empty(kept: Sequence[Recorded]) -> None:

@@ -142,7 +142,7 @@ class HeadClipping(StepHook):
             for head in heads:
                 key_of[head] = key
         self.key_of = self._indices(key_of)
-        initial = torch.zeros(at, dtype=torch.float32)
+        initial = torch.zeros(at, dtype=torch.float32, device="cpu")
         initial[maxima] = -math.inf
         self.initial = initial.to(self.device)
         self.values = self.initial.clone()
@@ -154,7 +154,7 @@ class HeadClipping(StepHook):
 
     def _indices(self, values: list) -> torch.Tensor:
         """int64 on the device."""
-        return torch.tensor(values, dtype=torch.int64).to(self.device)
+        return torch.tensor(values, dtype=torch.int64, device="cpu").to(self.device)
 
     def _ranks_of(self, name: str) -> Ranks:
         """The ranks that hold the weights of a layer."""

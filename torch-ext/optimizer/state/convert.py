@@ -300,7 +300,9 @@ def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
         def of_state(state: dict) -> dict:
             """Convert a state of Dion's AdamW."""
             # `step_dev` counts the steps of one parameter; older versions only count the group's
-            step = torch.as_tensor(state.get("step_dev", group["step"]), dtype=torch.float32)
+            step = state.get("step_dev", group["step"])
+            on = step.device if isinstance(step, torch.Tensor) else "cpu"
+            step = torch.as_tensor(step, dtype=torch.float32, device=on)
             return {"step": step, "exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
 
         options = _adamw((group["beta1"], group["beta2"]), group["epsilon"])

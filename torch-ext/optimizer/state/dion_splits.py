@@ -57,7 +57,9 @@ def with_unscaled_rows(
             # Scales are sqrt(rows / columns), or 0.2 sqrt(max(rows, columns))
             is_rms = adjust_lr == "rms_norm"
             squares = [max(n, C) / max(R, C) if is_rms else n / R for n in sizes]
-            rows = torch.tensor(squares, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
+            on = found["second_moment"].device
+            rows = torch.tensor(squares, dtype=torch.float64, device=on)
+            rows = rows.repeat_interleave(torch.tensor(sizes, device=on))
             rows = place_like(rows.float().view(R, 1), found["second_moment"])
             found["second_moment"] = found["second_moment"].float() / rows
         return found

@@ -120,7 +120,7 @@ def divide_by_moments(
     if O.numel() == 0:
         return
     N, R, C = O.shape
-    found = torch.empty((N, 1, 1), device=O.device) if factors is None else factors
+    found = factors if factors is not None else O.new_empty((N, 1, 1), dtype=torch.float32)
     if use_triton(O.device):
         size, tiles = R * C, -(-R * C // TILE)
         sums = new(found, N, tiles)
@@ -237,7 +237,8 @@ def _numbers(numbers: torch.Tensor | float, device: torch.device) -> torch.Tenso
     """Return the numbers of a group; `numbers`: beta2 alone, or the numbers."""
     if isinstance(numbers, torch.Tensor):
         return numbers
-    return torch.tensor([0.0] * BETA2 + [numbers, 1.0 - numbers], device=device)
+    values = [0.0] * BETA2 + [numbers, 1.0 - numbers]
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def number_of(numbers: torch.Tensor, at: int, groups: Groups, i: int) -> torch.Tensor:

@@ -134,7 +134,7 @@ class WeightUpdate:
         self.momentum_form = momentum_form
         self.initial = list(initial)
         self.scales = torch.tensor(
-            list(scales), dtype=torch.float32, device=W[0].device if W else None
+            list(scales), dtype=torch.float32, device=W[0].device if W else "cpu"
         )
         self.launches = None
         if W and use_triton(W[0].device):
