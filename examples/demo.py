@@ -52,7 +52,7 @@ LIVE_COLUMNS = ("loss {task.fields[loss]:.3f}  held-out {task.fields[heldout]:.3
 
 @dataclass(frozen=True)
 class Summary:
-    """One row of the final table; times are medians over the steps, losses in nats per byte."""
+    """One row of the final table; times are medians over the steps without metrics, losses in nats per byte."""
     optimizer: str
     lr: float
     train_loss: float
@@ -91,16 +91,29 @@ def affordable_steps(options: Options, device: torch.device, seconds: float) -> 
 
 
 class Watch:
-    """What the optimizer says of its step, read where the held-out loss is measured; empty with torch's AdamW."""
+    """Metrics of the steps in which the held-out loss is measured; empty with torch's AdamW.
+
+    Only these steps collect, and they and the steps behind them bind the optimizer's step anew. All other steps are
+    plain: the times of the table are theirs. Shorter runs than three steps, and measurements of every step or every
+    second, leave no plain step: such runs have no metrics.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.short = self.text = ""
 
+    def collects(self, step: int) -> bool:
+        """Whether metrics of a step are shown; with AdamW, whether Muon's are."""
+        every, steps = self.options.eval_every, self.options.steps
+        return min(every, steps) > 2 and (step % every == 0 or step == steps)
+
+    def is_plain(self, step: int) -> bool:
+        """Whether the time of a step is that of a step without metrics."""
+        return not (self.collects(step) or self.collects(step - 1) and step > 1)
+
     def __call__(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         """Read the group of hidden matrices, on all ranks together."""
-        measured = step % self.options.eval_every == 0 or step == self.options.steps
-        if measured and self.options.optimizer != BASELINE:
+        if self.collects(step) and self.options.optimizer != BASELINE:
             values = optimizer.metrics().groups[0]
             self.short = f"  update/weight {values.update_to_weight:.1e}"
             self.text = f"{self.short}  orthogonality error {values.orthogonality_error:.2f}"
@@ -136,20 +149,21 @@ def run_rank(rank: int, processes: int, folder: str, options: Options, seconds: 
         for name in (options.optimizer, BASELINE):
             run = replace(options, optimizer=name, steps=steps)
             watch = Watch(run)
-            records = train(run, device, watch)
+            records = train(run, device, watch, watch.collects)
             records = list(watched(records, NAMES[name], steps, screen, watch) if rank == 0 else records)
             if rank == 0:
                 write_csv(Path(options.out) / f"{name}.csv", records)
-                summary = summarize(NAMES[name], options.lr or BEST_LR[name], records)
+                summary = summarize(NAMES[name], options.lr or BEST_LR[name], records, watch)
                 Path(folder, f"{name}.json").write_text(json.dumps(asdict(summary)))
     leave_process_group()
 
 
-def summarize(title: str, lr: float, records: list[Record]) -> Summary:
-    """A run in one row; the train loss is the mean of the last tenth of the steps."""
+def summarize(title: str, lr: float, records: list[Record], watch: Watch) -> Summary:
+    """A run in one row; the train loss is the mean of the last tenth of the steps, times are those of plain steps."""
     last = records[-max(1, len(records) // 10):]
     train_loss = statistics.mean(record.train_loss for record in last)
-    medians = (statistics.median(getattr(record, key) for record in records)
+    plain = [record for record in records if watch.is_plain(record.step)]
+    medians = (statistics.median(getattr(record, key) for record in plain)
                for key in ("step_ms", "optimizer_ms", "tokens_per_s"))
     return Summary(title, *map(rounded, (lr, train_loss, records[-1].heldout_loss, *medians)))
 
@@ -186,7 +200,8 @@ def run_all(processes: int, options: Options, seconds: float) -> list[Summary]:
 
 def print_table(console: Console, summaries: list[Summary]) -> None:
     """The final table."""
-    table = Table("optimizer", box=box.SIMPLE_HEAD, title="Losses in nats per byte, times are medians")
+    title = "Losses in nats per byte, times are medians of steps without metrics"
+    table = Table("optimizer", box=box.SIMPLE_HEAD, title=title)
     for heading in ("lr", "train loss", "held-out", "step ms", "optimizer ms", "tokens/s"):
         table.add_column(heading, justify="right")
     for row in summaries:

@@ -1,4 +1,4 @@
-"""The demo's picture, drawn from the CSV files and the title that a run left in a folder.
+"""The demo's picture, drawn from the CSV files and the summary that a run left in a folder.
 
     python examples/figure.py examples/results/demo     draws demo.png there from the committed run
 """
@@ -8,7 +8,6 @@ import csv
 import json
 import sys
 from pathlib import Path
-from statistics import median
 
 COLORS = {"Muon": "#c2410c", "NorMuon": "#7c3aed", "AdamW": "#1d4ed8"}
 NAMES = {"muon": "Muon", "normuon": "NorMuon", "adamw": "AdamW"}
@@ -44,16 +43,16 @@ def draw_losses(axes, runs: dict, across: str) -> None:
     axes.grid(alpha=0.25)
 
 
-def draw_step(axes, runs: dict) -> None:
-    """One bar per optimizer: median time of a step, the optimizer's share marked."""
-    for place, (name, rows) in enumerate(runs.items()):
-        whole, own = (median(row[column] for row in rows) for column in ("step_ms", "optimizer_ms"))
+def draw_step(axes, runs: list[dict]) -> None:
+    """One bar per optimizer, from a row of the summary: median time of a step, the optimizer's share marked."""
+    for place, run in enumerate(runs):
+        name, whole, own = run["optimizer"], run["step_ms"], run["optimizer_ms"]
         axes.bar(place, whole - own, color=COLORS[name], alpha=0.25, width=0.6)
         axes.bar(place, own, bottom=whole - own, color=COLORS[name], width=0.6)
         axes.annotate(f"optimizer\n{own:.1f} ms", (place, whole), (0, 4), textcoords="offset points",
                       ha="center", va="bottom")
         axes.annotate("forward,\nbackward", (place, (whole - own) / 2), ha="center", va="center", color="#374151")
-    axes.set_xticks(range(len(runs)), runs)
+    axes.set_xticks(range(len(runs)), [run["optimizer"] for run in runs])
     axes.set_ylabel("median time of a step (ms)")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.18)
     axes.set_title("Time of a step")
@@ -79,9 +78,9 @@ def draw(folder: Path) -> Path:
     draw_losses(by_time, runs, "seconds")
     by_time.set(xlabel="training time (s)", title="Loss by time, optimizer included")
     by_time.sharey(by_step)
-    draw_step(step, runs)
-    title = json.loads((folder / "summary.json").read_text())["title"]
-    figure.suptitle(title, fontsize=10, color="#4b5563")
+    summary = json.loads((folder / "summary.json").read_text())
+    draw_step(step, summary["runs"])
+    figure.suptitle(summary["title"], fontsize=10, color="#4b5563")
     figure.savefig(folder / "demo.png")
     return folder / "demo.png"
 

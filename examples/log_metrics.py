@@ -40,15 +40,20 @@ def to_wandb(run: object) -> Sink:
 
 
 def to_csv(path: str | Path) -> Sink:
-    """Write a row per logged step; the first row names the columns."""
+    """Write a row per logged step; the keys of the first step are the columns.
+
+    A cell is empty if its key is missing in a later step; keys that come later are left out.
+    """
     Path(path).write_text("")
+    columns = []
 
     def log(values: Mapping[str, float], step: int) -> None:
         with open(path, "a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            if not file.tell():
-                writer.writerow(["step", *values])
-            writer.writerow([step, *map(rounded, values.values())])
+            if not columns:
+                columns.extend(["step", *values])
+                csv.writer(file, lineterminator="\n").writerow(columns)
+            writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
+            writer.writerow({"step": step, **{key: rounded(value) for key, value in values.items()}})
 
     return log
 
@@ -77,7 +82,7 @@ def draw(table: str | Path, path: str | Path) -> None:
     for axis, (name, title) in zip(axes, PANELS.items()):
         for key in [key for key in rows[0] if key.endswith(f"/{name}")]:
             group = key.split("/")[1]
-            axis.plot([int(row["step"]) for row in rows], [float(row[key]) for row in rows], label=group,
+            axis.plot([int(row["step"]) for row in rows], [float(row[key] or "nan") for row in rows], label=group,
                       color=COLORS[int(group.removeprefix("group")) % len(COLORS)], linewidth=1.5)
         axis.set(title=title, xlabel="step", yscale="linear" if name == "orthogonality_error" else "log")
         axis.grid(alpha=0.25)

@@ -184,12 +184,16 @@ class Timer:
 
 
 def train(
-    options: Options, device: torch.device, after_step: Callable[[int, torch.optim.Optimizer], None] | None = None
+    options: Options,
+    device: torch.device,
+    after_step: Callable[[int, torch.optim.Optimizer], None] | None = None,
+    collects: Callable[[int], bool] | None = None,
 ) -> Iterator[Record]:
     """Train and yield a Record per step; every rank has to run it to its end.
 
     `after_step`: called with the number of the step and the optimizer, on all ranks, outside of the measured times.
-    Steps of Muon then collect what `metrics()` of the optimizer returns.
+    Steps of Muon then collect what `metrics()` of the optimizer returns: all of them, or those whose number `collects`
+    accepts. Such a step takes longer. A change binds the optimizer's step anew, inside of the measured times.
     """
     if options.batch % world_size():
         raise ValueError(f"--batch {options.batch} cannot be split over {world_size()} processes")
@@ -197,11 +201,12 @@ def train(
     heldout = even_windows(heldout_text, HELDOUT_WINDOWS, options.seq)
     model = make_model(options, device)
     optimizer = make_optimizer(model, options)
-    if after_step is not None and options.optimizer != "adamw":
-        optimizer.collect_metrics = True
+    has_metrics = after_step is not None and options.optimizer != "adamw"
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
     order, timer = torch.Generator().manual_seed(options.seed), Timer(device)
     for step in range(1, options.steps + 1):
+        if has_metrics:
+            optimizer.collect_metrics = collects is None or collects(step)
         began, lr = time.perf_counter(), schedule.get_last_lr()[0]
         loss = loss_of(model, random_windows(train_text, options.batch, options.seq, order), options, device)
         loss.backward()

@@ -67,6 +67,29 @@ def test_both_optimizers_learn(optimizer, tmp_path, processes):
         assert all(0 < float(row["optimizer_ms"]) < float(row["step_ms"]) for row in rows)
 
 
+@pytest.mark.parametrize("every, steps, plain", [(4, 10, [1, 2, 3, 6, 7]), (2, 3, [1, 2, 3]), (20, 1, [1])])
+def test_times_are_those_of_steps_without_metrics(example, optimizer, monkeypatch, every, steps, plain):
+    """Metrics are shown every so many steps; no other step collects, and the table leaves out steps that bind anew."""
+    demo, train_gpt = example("demo"), example("train_gpt")
+    text = torch.randint(256, (4000,), dtype=torch.uint8)
+    monkeypatch.setattr(train_gpt, "read_corpus", lambda folder: (text, text))
+    monkeypatch.setattr(train_gpt, "make_optimizer", lambda model, options: optimizer.Muon(
+        optimizer.get_default_muon_param_groups(model), lr=0.01))
+    options = demo.Options(steps=steps, eval_every=every, layers=1, width=64, heads=2, batch=2, seq=8)
+    watch, bound = demo.Watch(options), []
+
+    def after_step(step, opt):
+        watch(step, opt)
+        bound.append(opt._bound)
+
+    records = list(train_gpt.train(options, torch.device("cpu"), after_step, watch.collects))
+    assert [record.step for record in records if watch.is_plain(record.step)] == plain
+    assert all(not bound[n - 1].collects and bound[n - 1] is bound[max(0, n - 2)] for n in plain)
+    assert bool(watch.text) == (len(plain) < steps)
+    slow = [dataclasses.replace(r, step_ms=2.0 if r.step in plain else 9.0, heldout_loss=1.0) for r in records]
+    assert demo.summarize("Muon", 0.01, slow, watch).step_ms == 2.0
+
+
 def test_a_failed_process_ends_the_demo(tmp_path):
     done = run_demo("--steps", "4", "--data", str(tmp_path), "--out", str(tmp_path))
     assert done.returncode == 1

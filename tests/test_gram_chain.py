@@ -96,6 +96,17 @@ def test_programs_compute_what_launches_do(resident, part, name):
         torch.testing.assert_close(played(codes, factors, keep, A), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_factors_do_not_depend_on_the_default_dtype(resident, part):
+    (interval, pair), *_ = intervals(part, "polar_express")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        _, factors, *_ = resident._program(tuple(interval[:-2]), pair)
+    finally:
+        torch.set_default_dtype(before)
+    assert factors.dtype == torch.float32
+
+
 def test_who_goes_through_it(resident, part, monkeypatch):
     everywhere(monkeypatch, resident, "architecture", lambda kind, index: "sm90")
     everywhere(monkeypatch, resident, "knows_triton", lambda: True)

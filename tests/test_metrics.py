@@ -3,9 +3,11 @@ what is counted once, skipped or left out; equal bits with it on and off; no wai
 """
 from __future__ import annotations
 
+import copy
 import csv
 import importlib
 import math
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -244,6 +246,29 @@ def test_orthogonality_error(shape, rtol, optimizer):
     assert math.isclose(opt.metrics().groups[0].orthogonality_error, error, rel_tol=rtol)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_values_do_not_depend_on_the_default_dtype(dtype, optimizer):
+    """Sums and probes were kept in it: steps failed half-way. Errors of a small matrix are exact, and estimated of a
+    large one.
+    """
+    shapes, before, found = [(6, 9), (20, 24), (5,)], torch.get_default_dtype(), []
+    values, grads = ([torch.randn(s, generator=torch.Generator().manual_seed(seed)) for s in shapes] for seed in (0, 1))
+    try:
+        for default in (before, dtype):
+            torch.set_default_dtype(default)
+            params = [nn.Parameter(t.clone()) for t in values]
+            groups = [{"params": [p], "use_muon": p.ndim == 2} for p in params]
+            opt = optimizer.Muon(groups)
+            opt.collect_metrics = True
+            for p, g in zip(params, grads):
+                p.grad = g.clone()
+            opt.step()
+            found.append(opt.metrics().as_dict())
+    finally:
+        torch.set_default_dtype(before)
+    assert found[0] == found[1] and len(found[0]) == 3 * 6 + 2
+
+
 def test_sampled_matrices_are_large_but_cheap(part, optimizer, monkeypatch):
     monkeypatch.setattr(part("metrics.collector"), "SAMPLED_ELEMENTS", 100)
     chosen = []
@@ -278,6 +303,23 @@ def test_skipped_matrices(optimizer):
     assert found.parameters["0.1"].update_rms == 0.0 < found.parameters["0.1"].weight_rms
 
 
+def test_skipped_matrices_without_momentum_and_sums_of_sgd(optimizer):
+    """The error of an update of zeros is 1; momentum of SGD is a sum, which is not kept with momentum=0."""
+    p = nn.Parameter(torch.randn(6, 8))
+    vectors = [nn.Parameter(torch.randn(5)) for _ in "12"]
+    sgd = [{"params": [v], "use_muon": False, "rule": "sgd", "momentum": mu} for v, mu in zip(vectors, (0.0, 0.5))]
+    opt = optimizer.Muon([{"params": [p]}, *sgd], nonfinite="skip")
+    opt.collect_metrics = True
+    for _ in range(30):
+        p.grad = torch.full((6, 8), math.nan)
+        for v in vectors:
+            v.grad = torch.ones(5)
+        opt.step()
+    matrix, *found = opt.metrics().groups.values()
+    assert matrix.skipped == 1 and math.isclose(matrix.orthogonality_error, 1.0)
+    assert found[0].momentum_norm == 0.0 and math.isclose(found[1].momentum_norm, 2.0 * math.sqrt(5), rel_tol=1e-5)
+
+
 def missing(rank, world):
     from torch.distributed.tensor import Shard, init_device_mesh
 
@@ -291,13 +333,34 @@ def missing(rank, world):
         params[0][1].grad = None  # rank 0 has a gradient
     opt.step()
     found = opt.metrics(per_parameter=True)
-    return list(found.groups), list(found.parameters)
+    opt = package().Muon(some := [nn.Parameter(cut(torch.ones(n, n), mesh, [Shard(0)])) for n in (8, 4)])
+    opt.collect_metrics, errors = True, []
+    for is_missing in (False, True):  # the sampled matrix has no gradient
+        for p in some:
+            p.grad = None if is_missing and len(p) == 8 else cut(torch.ones(p.shape), mesh, [Shard(0)])
+        opt.step()
+        errors.append(opt.metrics().groups[0].orthogonality_error)
+    return list(found.groups), list(found.parameters), errors
 
 
 def test_parameters_without_a_gradient_are_left_out():
     names = {f"{i}.{j}" for i, (_, shapes) in enumerate(GROUPS) for j in range(len(shapes))} - {"0.0", "1.0", "2.1"}
-    for groups, parameters in run_threads(2, missing):
+    for groups, parameters, (error, of_none) in run_threads(2, missing):
         assert groups == [0, 2, 3, 4] and set(parameters) == names
+        assert error > 0.0 and of_none is None
+
+
+def test_every_parameter_has_a_key_of_its_own(optimizer):
+    """Numbers of parameters without names begin anew in each group, and long names are not cut as in messages."""
+    tensors, names = [torch.randn(4, 4) for _ in range(3)], [f"{'blocks.' * 60}{i}" for i in range(2)]
+    unnamed = [{"params": tensors[:2]}, {"params": tensors[2:], "use_muon": False}]
+    for groups, keys in ((unnamed, ["group0.#0", "group0.#1", "group1.#0"]), ([*zip(names, tensors)], names)):
+        opt = optimizer.Muon(groups)
+        opt.collect_metrics = True
+        for t in tensors:
+            t.grad = torch.randn(4, 4)
+        opt.step()
+        assert list(opt.metrics(per_parameter=True).parameters) == keys
 
 
 def test_clipped_heads(optimizer):
@@ -332,15 +395,33 @@ def test_off_by_default_and_switched_without_a_plan(optimizer, monkeypatch):
         bound = opt._bound
         opt.step()
         assert opt._bound is bound, "a steady step binds nothing"
-    with pytest.raises(RuntimeError, match="collected nothing"):
+    with pytest.raises(RuntimeError, match="no step since collect_metrics was set"):
         opt.metrics()
     opt.collect_metrics = True
     opt.step()
     opt.release()
-    with pytest.raises(RuntimeError, match="released"):
+    with pytest.raises(RuntimeError, match="add_param_group or release"):
+        opt.metrics()
+    opt.step()
+    opt.load_state_dict(opt.state_dict())
+    with pytest.raises(RuntimeError, match="no step since collect_metrics was set, load_state_dict"):
         opt.metrics()
     with pytest.raises(ValueError, match="collect_metrics='yes'"):
         opt.collect_metrics = "yes"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))],
+                         ids=["deepcopy", "pickle"])
+def test_copies_collect_as_the_optimizer_does(copied, optimizer):
+    opt = optimizer.Muon([nn.Parameter(torch.randn(6, 5))])
+    assert not (copied(opt).collect_metrics or copied(opt).timing)
+    opt.collect_metrics = opt.timing = True
+    twin = copied(opt)
+    assert twin.timing
+    (p,) = twin.param_groups[0]["params"]
+    p.grad = torch.randn(6, 5)
+    twin.step()
+    assert twin.metrics().groups[0].update_rms > 0.0 and twin.plan_report()
 
 
 def test_no_wait_of_the_host_in_a_step(optimizer):
@@ -497,13 +578,29 @@ def test_sinks_of_the_example(one_process, monkeypatch, tmp_path):
     assert [row["step"] for row in rows] == ["2", "4"] and rows[0].keys() == {"step", *one_process}
 
 
-def test_trainer_metrics(optimizer, monkeypatch):
-    """With the events that transformers sends, and accelerate's wrapper."""
+@pytest.fixture
+def trainer_callbacks(monkeypatch):
+    """Callbacks of `trainer_metrics` have a base class as transformers' TrainerCallback."""
     module = types.ModuleType("transformers")
     module.TrainerCallback = type("TrainerCallback", (), {})
     monkeypatch.setitem(sys.modules, "transformers", module)
     inside = part("integrations.trainer")
     inside._callback_class.cache_clear()
+    yield
+    inside._callback_class.cache_clear()
+
+
+def test_columns_of_the_table_stay_if_keys_change(monkeypatch, tmp_path):
+    """A group without a gradient is left out; cells of the next were written in its place."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "examples"))
+    log = importlib.import_module("log_metrics").to_csv(tmp_path / "table.csv")
+    log({"a": 1.0, "b": 2.0}, 1)
+    log({"b": 3.0, "c": 4.0}, 2)
+    assert (tmp_path / "table.csv").read_text() == "step,a,b\n1,1.0,2.0\n2,,3.0\n"
+
+
+def test_trainer_metrics(optimizer, trainer_callbacks):
+    """With the events that transformers sends, and accelerate's wrapper."""
     logs = []
     trainer = types.SimpleNamespace(log=logs.append)
     callback = optimizer.trainer_metrics(trainer, every=2)
@@ -520,4 +617,28 @@ def test_trainer_metrics(optimizer, monkeypatch):
         callback.on_train_begin(None, None, None, optimizer=torch.optim.SGD(flat(params)))
     with pytest.raises(ValueError, match="every=0"):
         optimizer.trainer_metrics(trainer, every=0)
-    inside._callback_class.cache_clear()
+
+
+def test_trainer_metrics_with_a_scaler_that_skips_steps(optimizer, trainer_callbacks):
+    """Nothing is logged for a step that the scaler left out: at first nothing is bound, then values would be old."""
+    logs, p = [], nn.Parameter(torch.randn(8, 6))
+    callback = optimizer.trainer_metrics(types.SimpleNamespace(log=logs.append), every=1)
+    opt, scaler = optimizer.Muon([p], unscale_in_step=False), torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(number, is_bad=False, then=lambda: None):
+        scaler.scale(p.square().sum() * (math.inf if is_bad else 1.0)).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        then()
+        callback.on_step_end(None, types.SimpleNamespace(global_step=number), None, optimizer=opt)
+        return len(logs)
+
+    for _ in "12":  # two calls of train()
+        callback.on_train_begin(None, None, None, optimizer=opt)
+        found = [step(1, True), step(2), step(3, True), step(4, then=opt.release), step(5)]
+        assert found == [0, 1, 1, 1, 2] and all("muon/group0/update_rms" in values for values in logs)
+        callback.on_train_end(None, None, None, optimizer=opt)
+        assert not opt._optimizer_step_post_hooks
+        opt.release()
+        logs.clear()

@@ -200,6 +200,20 @@ def test_elements_are_divided_by_their_moments(norms, part, device, shape, dtype
         assert torch.equal(o, O[i:i + 1]) and torch.equal(v, V[i:i + 1])
 
 
+def test_moments_do_not_depend_on_the_default_dtype(norms, device):
+    """Factors were kept in it."""
+    O, V = torch.randn(2, 5, 6, device=device), torch.rand(2, 5, 6, device=device)
+    numbers, before, results = torch.tensor([0.0, 0.0, 0.9, 0.1], device=device), torch.get_default_dtype(), []
+    try:
+        for dtype in (before, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            results.append(O.clone())
+            norms.divide_by_moments(results[-1], V.clone(), numbers, 1e-8)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(*results)
+
+
 def test_zeros_stay_zero(norms, keep_norms, device):
     O, V = torch.zeros(2, 5, 6, device=device), torch.zeros(2, 5, 6, device=device)
     numbers = torch.tensor([0.0, 0.0, 0.9, 0.1], device=device)

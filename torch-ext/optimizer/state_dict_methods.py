@@ -244,6 +244,8 @@ class StateDictMethods(ForwardOverlapMethods):
             "_skipped": self._skipped,
             "_half_way": self._is_torn,
             "_is_world": self._is_world,
+            "_timing": self._timing,
+            "_collects": self._collects,
         }
 
     def __setstate__(self, state: dict) -> None:

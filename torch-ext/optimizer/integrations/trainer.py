@@ -9,6 +9,8 @@ def trainer_metrics(trainer: object, every: int = 50, per_parameter: bool = Fals
     """A TrainerCallback that logs `Muon.metrics` by `trainer.log`, as every report_to of the
     arguments takes it: `trainer.add_callback(trainer_metrics(trainer))` before `train()`.
 
+    Nothing is logged if no step has collected since the last log: a GradScaler has skipped all.
+
     trainer: transformers.Trainer or a subclass, with an optimizer of this package. every: number of
     steps from log to log. per_parameter: as of `metrics`. Raises ValueError for other values,
     ImportError without transformers, and at the first step TypeError for another optimizer.
@@ -45,19 +47,40 @@ def _callback_class() -> type:
             self.trainer = trainer
             self.every = every
             self.per_parameter = per_parameter
+            self.has_stepped = False  # since the last log
+            self.hook = None
 
         def on_train_begin(
             self, args: object, state: object, control: object, **given: object
         ) -> None:
             """Let steps collect."""
-            _unwrapped(given["optimizer"]).collect_metrics = True
+            optimizer = _unwrapped(given["optimizer"])
+            optimizer.collect_metrics = True
+            self.on_train_end(args, state, control)
+            self.hook = optimizer.register_step_post_hook(self._note_step)
+
+        def on_train_end(
+            self, args: object, state: object, control: object, **given: object
+        ) -> None:
+            """Let go of the optimizer."""
+            if self.hook is not None:
+                self.hook.remove()
+            self.hook, self.has_stepped = None, False
 
         def on_step_end(
             self, args: object, state: object, control: object, **given: object
         ) -> None:
-            """Log on all ranks: `metrics` is collective, and Trainer reports on one."""
-            if state.global_step % self.every == 0:
-                found = _unwrapped(given["optimizer"]).metrics(per_parameter=self.per_parameter)
+            """Log on all ranks: `metrics` is collective, and Trainer reports on one. A GradScaler
+            may have left out all steps since the last log, alike on all ranks.
+            """
+            optimizer = _unwrapped(given["optimizer"])
+            if state.global_step % self.every == 0 and self.has_stepped and optimizer._has_sums:
+                self.has_stepped = False
+                found = optimizer.metrics(per_parameter=self.per_parameter)
                 self.trainer.log(found.as_dict())
+
+        def _note_step(self, optimizer: object, args: tuple, kwargs: dict) -> None:
+            """The optimizer's hook after each step."""
+            self.has_stepped = True
 
     return MetricsCallback

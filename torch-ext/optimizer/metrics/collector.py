@@ -4,8 +4,8 @@ Updates ask the collector of their plan for memory when they are bound (`of_piec
 `samples`), and their launches write there in every step. The memory never moves, so CUDA graphs
 hold it. `Collector.table` reads it, after the step.
 
-[Note: counted once] A rank counts the elements for which it is the source: of a replica, another
-rank counts them. Owners count matrices whose state they alone keep, and their own chunks.
+[Note: counted once] Of several copies of an element, one rank counts: the source of the piece.
+Owners count matrices whose state they alone keep, and their own chunks.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class OrthogonalitySample:
         self.index = index
         self.param = param
         n = min(stack.shape[1:])
-        probes = torch.eye(n, device="cpu")
+        probes = torch.eye(n, dtype=torch.float32, device="cpu")
         if n > PROBES:
             generator = torch.Generator("cpu").manual_seed(0)
             signs = torch.randint(2, (n, PROBES), generator=generator, device="cpu") * 2 - 1
             probes = signs.float() / math.sqrt(PROBES)
         self.probes = probes.to(stack.device)
-        self.error = torch.zeros((), device=stack.device)
+        self.error = torch.zeros((), dtype=torch.float32, device=stack.device)
 
     def measure(self) -> None:
         """Write `error`, without a wait of the host."""

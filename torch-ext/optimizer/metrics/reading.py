@@ -9,6 +9,7 @@ import torch
 
 from ..communication.nonfinite import reduce_sum
 from ..communication.process_groups import ProcessGroups
+from ..params.errors import given_names
 from ..planning.plan import bucket_sort_key
 from ..qk_clip.clip import QKClip
 from .values import GroupMetrics, Metrics, ParameterMetrics, Sums
@@ -45,6 +46,7 @@ def read_metrics(
     skipped = [0] * len(entries) if nonfinite is None else nonfinite.skipped_by_param(entries)
     total = sum(one.update for one in sums)
     number_of = {id(group): i for i, group in enumerate(groups)}
+    keys = _keys_of(groups) if per_parameter else {}
     by_group: dict[int, Sums] = {}
     skipped_of: dict[int, int] = {}
     parameters = {}
@@ -55,12 +57,22 @@ def read_metrics(
         by_group[group] = by_group.get(group, Sums()) + own
         skipped_of[group] = skipped_of.get(group, 0) + count
         if per_parameter:
-            parameters[store.names[number]] = ParameterMetrics(*own.values(total))
+            parameters[keys[store.params[number]]] = ParameterMetrics(*own.values(total))
     values = {
         i: GroupMetrics(*by_group[i].values(total), skipped_of[i], by_group[i].orthogonality_error)
         for i in sorted(by_group)
     }
     return Metrics(values, parameters, clipped)
+
+
+def _keys_of(groups: Sequence[dict]) -> dict[torch.Tensor, str]:
+    """The key of each parameter in `Metrics.parameters`: the name, or "group<n>.#<index>"."""
+    keys = {}
+    for number, group in enumerate(groups):
+        names = given_names(group)
+        for i, p in enumerate(group["params"]):
+            keys[p] = names[i] if i < len(names) else f"group{number}.#{i}"
+    return keys
 
 
 def _add_over_ranks(

@@ -18,7 +18,8 @@ class ParameterMetrics:
     update_rms: float  # root mean square of the update
     weight_rms: float  # root mean square of the new weight
     update_to_weight: float  # update_rms / weight_rms; inf for a weight of zeros
-    momentum_norm: float  # Frobenius norm of the new momentum; of AdamW and Lion, of exp_avg
+    # Frobenius norm of the new momentum; of AdamW and Lion, of exp_avg; of SGD, of momentum_sum
+    momentum_norm: float
     update_share: float  # part of the sum of squares of all updates, from 0 to 1
 
 
@@ -28,7 +29,7 @@ class GroupMetrics(ParameterMetrics):
 
     skipped: int  # matrices (use_muon=False: parameters) left alone for NaN or Inf
     # ||O O^T - I||_F / sqrt(n) of the orthogonalized update O of a sampled matrix with the short
-    # side n; the mean if several were sampled. None: none was
+    # side n; the mean if several were sampled. None: none was, or the matrix had no gradient
     orthogonality_error: float | None
 
 
@@ -38,7 +39,8 @@ class Metrics:
 
     # By index in `param_groups`; a group without a stepped parameter is left out
     groups: Mapping[int, GroupMetrics]
-    parameters: Mapping[str, ParameterMetrics]  # by name; empty unless asked for
+    # By name, "group<n>.#<index>" of parameters without names; empty unless asked for
+    parameters: Mapping[str, ParameterMetrics]
     clipped_heads: int | None = None  # by QK-clip, on all ranks; None without `qk_clip`
 
     def as_dict(self, prefix: str = "muon") -> dict[str, float]:

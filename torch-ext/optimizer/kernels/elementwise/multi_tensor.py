@@ -140,7 +140,7 @@ class Squares:
         origins = [torch.arange(count, device="cpu")]
         if launches is not None:
             origins = [one.origins[one.blocks[:, 0].cpu()] for one in launches]
-        rows = [torch.zeros(len(of), 3, device=device) for of in origins]
+        rows = [torch.zeros(len(of), 3, dtype=torch.float32, device=device) for of in origins]
         self.origins += origins
         self.rows += rows
         return rows

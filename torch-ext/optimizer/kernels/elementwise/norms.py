@@ -120,9 +120,7 @@ def divide_by_moments(
     if O.numel() == 0:
         return
     N, R, C = O.shape
-    found = factors
-    if factors is None:
-        found = torch.empty((N, 1, 1), dtype=torch.float32, device=O.device)
+    found = factors if factors is not None else O.new_empty((N, 1, 1), dtype=torch.float32)
     if use_triton(O.device):
         size, tiles = R * C, -(-R * C // TILE)
         sums = new(found, N, tiles)

@@ -191,8 +191,8 @@ def _program(first: tuple, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, int,
             (_code(U, V, V, [V], STORE_RESULT, MIRROR), 1.0, 0.0, a),
         ]
     codes = torch.tensor([code for code, *_ in products], dtype=torch.int32, device="cpu")
-    factors = [[*factors, 0.0, 0.0][:5] for _, *factors in products]
-    factors = torch.tensor(factors, dtype=torch.float32, device="cpu")
+    rows = [[*factors, 0.0, 0.0][:5] for _, *factors in products]
+    factors = torch.tensor(rows, dtype=torch.float32, device="cpu")
     return codes, factors, len(products), int(not first)
 
 
