@@ -497,3 +497,14 @@ def scaled_on_some(rank, world, reduced):
 @pytest.mark.parametrize("reduced", [True, False])
 def test_a_grad_scaler_where_a_rank_has_no_gradient(reduced, optimizer):
     assert all(run_ranks(2, scaled_on_some, reduced))
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_the_number_of_a_grad_scaler_under_another_default_device(found, optimizer):
+    """`with torch.device("meta")` is how models are built without memory."""
+    p = nn.Parameter(torch.ones(8, 6))
+    muon = optimizer.Muon([p], lr=0.1)
+    p.grad, muon.grad_scale, muon.found_inf = torch.ones(8, 6), torch.ones(()), found
+    with torch.device("meta"):
+        muon.step()
+    assert bool((p == 1).all()) == bool(found)

@@ -276,8 +276,8 @@ def _traits_of_model(
                     "it out"
                 )
             is_qkv = "linear_qkv.weight" in name or getattr(param, "is_qkv", False)
-            has_units = split_qkv and is_qkv and _is_stepped(param)
-            rows = _rows_of_units(param, label, qkv) if has_units else None
+            is_split = split_qkv and is_qkv and _is_stepped(param)
+            rows = _own_qkv_rows(param, label, qkv) if is_split else None
             found[param] = _traits(param, label, gated, rows, split_gate_up)
     return found
 
@@ -327,9 +327,9 @@ def _check_query_groups(
 class Gated(enum.Enum):
     """How gate and up lie in a weight."""
 
-    NONE = "none"  # another weight
-    IN_BLOCKS = "in blocks"  # rows of gate, then rows of up
-    INTERLEAVED = "interleaved"  # rows of gate and up take turns
+    NONE = "another weight"
+    IN_BLOCKS = "rows of gate, then rows of up"
+    INTERLEAVED = "rows of gate and up take turns"
 
 
 def _gated_kind(name: str, config: object) -> Gated:
@@ -351,6 +351,22 @@ def _qkv_rows(config: Any) -> tuple[int, ...] | None:
     query = heads // groups * config.kv_channels
     gate = (query,) if getattr(config, "attention_output_gate", False) else ()
     return (query, *gate, config.kv_channels, config.kv_channels)
+
+
+def _own_qkv_rows(
+    param: torch.Tensor, name: str, of_model: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """Rows of q, k and v in a query group of a parameter; `of_model`: by the config of its model.
+    Raises ConfigError if they are unknown.
+    """
+    rows = getattr(param, "qkv_split_shapes", None) or of_model
+    if rows is None:
+        raise ConfigError(
+            f"parameter {name}: the rows of q, k and v in a query group are unknown: the config of "
+            "the model needs num_attention_heads, num_query_groups and kv_channels, or the "
+            f"parameter qkv_split_shapes; {WITHOUT_SPLIT}"
+        )
+    return tuple(rows)
 
 
 def _traits(
@@ -382,7 +398,7 @@ def _traits(
         getattr(param, "expert_tp", False),
         not getattr(param, "allreduce", True),
         is_gtp,
-        qkv and tuple(qkv),
+        qkv,
         is_gate_up,
         getattr(param, "pad_length", 0) if is_gtp else 0,
     )
