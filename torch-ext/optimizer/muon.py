@@ -519,7 +519,8 @@ class Muon(MetricsMethods):
         as_bound = as_bound and self._bound.collects == self._collects
         if ready := as_bound and not self.timing:
             self._preparation.process_groups.begin_step()
-            self._preparation.place.prefetch()
+            if self._options.overlap_backward:
+                self._preparation.place.prefetch()
         return self._backward_overlap.allow_start(ready)
 
     def plan_report(self) -> Report:

@@ -34,6 +34,7 @@ from ..rules.muon import (
     SEED_KEY,
     SETTLED,
     STEPS_KEY,
+    is_split,
     is_stochastic,
 )
 from ..rules.rule import RULES, has_radius, number_of, overrides, reads_gradients, rule_of
@@ -459,7 +460,7 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
             "shard_state=True or grads_are_reduced=False only owners keep state: leave these "
             "options out, or use another decay"
         )
-    if group.get(MASTER_KEY) is not None and options.offload_state:
+    if options.offload_state and any(is_split(group, param) for param in group["params"]):
         raise NotImplementedError(
             f"{MASTER_KEY}={group[MASTER_KEY]!r} keeps the rest of a weight on the device, but "
             "with offload_state all state per element lies in host memory: leave one of them out"

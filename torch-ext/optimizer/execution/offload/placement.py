@@ -69,28 +69,23 @@ class HostState:
         forms = [entry.form(state) for entry in entries]
         places = self._places(forms)
         held = [local_of(state[entry.param][entry.key]) for entry in entries]
-        if forms != self.forms or not places or any(map(self._is_elsewhere, held, places)):
+        if not places or not all(map(_is_at, held, places)):
+            # [Note: new memory for new state]
+            # Never a copy into memory that is in use: a place of it may be the state of a parameter
+            # that is in no plan now, or part of a state dict that somebody keeps
             sizes = [math.prod(shape) * dtype.itemsize for shape, _, dtype in forms]
             # State in the memory of before keeps that memory alive until it is copied
             self.memory, self.forms = HostMemory(sizes, device), forms
             places = self._places(forms)
-        for entry, local, place in zip(entries, held, places):
-            if local.data_ptr() == place.data_ptr() and local.stride() == place.stride():
-                continue
-            place.copy_(local)
-            _replace(state, entry.param, entry.key, place)
+            for entry, local, place in zip(entries, held, places):
+                place.copy_(local)
+                _replace(state, entry.param, entry.key, place)
 
     def _places(self, forms: Sequence[tuple]) -> list[torch.Tensor]:
         """A view of the memory for each of `forms`; [] if the memory has other places."""
         if forms != self.forms:
             return []
         return [self.memory.view(number, *form) for number, form in enumerate(forms)]
-
-    def _is_elsewhere(self, local: torch.Tensor, place: torch.Tensor) -> bool:
-        """Whether a state lies in the memory, but in the place of another: parameters have changed
-        places, and a copy could overwrite a state that is still to be copied.
-        """
-        return self.memory.holds(local) and local.data_ptr() != place.data_ptr()
 
     def _entries(self, plans: Sequence[Plan], state: dict, device: torch.device) -> Iterator[Entry]:
         """Yield a state that goes to host memory; move all others to the device."""
@@ -107,6 +102,11 @@ class HostState:
                 yield Entry(param, key, strides, (at, key_number, position, i))
             elif local.device != device:
                 _replace(state, param, key, local.to(device))
+
+
+def _is_at(local: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether a state lies in a place."""
+    return local.data_ptr() == place.data_ptr() and local.stride() == place.stride()
 
 
 def _states(plans: Sequence[Plan]) -> Iterator[tuple[int, Plan, int, int, str]]:

@@ -193,7 +193,10 @@ class Scheduler:
 
     def wait(self) -> None:
         """Let the host wait until host memory holds the state of the last step, and no copy reads
-        it.
+        it. Forget what is fetched, since the host may write state next.
         """
         self.streams.synchronize(self.written)
         self.streams.synchronize(self.read)
+        self.ahead = len(self.done)
+        for slot in self.slots:
+            slot.holds = None
