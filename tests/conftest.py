@@ -6,6 +6,7 @@ already names a build (the Hub's CI, an xdist worker), that one is tested instea
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -54,6 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
     make_build = [sys.executable, ROOT / "tools" / "make_build.py", "--out", folder]
     subprocess.run(make_build, check=True, stdout=subprocess.DEVNULL)
     os.environ["LOCAL_KERNELS"] = f"org/optimizer={folder}"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and collected tests live until the end: collections that look through them take a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_report_header() -> list[str]:
