@@ -130,22 +130,32 @@ def _groups(params: Iterable, defaults: Mapping) -> list[dict]:
     return [translated(group, defaults) for group in entries]
 
 
-def _dion_arguments(
-    algorithm: str, betas: tuple[float, float], **of_groups: object
-) -> dict[str, object]:
-    """The arguments of dion that a group may replace, by their keys. `of_groups`: arguments that
-    have the name of their key.
-    """
-    beta1, beta2 = betas
-    return {"algorithm": algorithm, "beta1": beta1, "beta2": beta2, **of_groups}
-
-
 class _DionGroups(torch.optim.Optimizer):
-    """Base class: groups with dion's keys in `add_param_group`, as at construction. Subclasses set
-    `_dion`, dion's arguments that a group may replace, before the groups are added.
+    """Base class: groups with dion's keys in `add_param_group`, as at construction. Subclasses call
+    `_start_with` in their constructor.
     """
 
-    _dion: dict[str, object]
+    _dion: dict[str, object]  # dion's arguments that a group may replace
+
+    def _start_with(
+        self,
+        params: Iterable,
+        of_all_groups: tuple[object, bool, object],
+        *,
+        betas: tuple[float, float],
+        **of_groups: object,
+    ) -> None:
+        """Call the constructor of `Muon` or `NorMuon`. `of_all_groups`: distributed_mesh,
+        use_polar_express and newton_schulz_func. `betas` and `of_groups`: the arguments that a
+        group may replace, by their keys.
+        """
+        self._dion = {**of_groups, "beta1": betas[0], "beta2": betas[1]}
+        groups = _groups(params, self._dion)
+        more = _muon_arguments(groups, *of_all_groups)
+        if "muon_beta2" in of_groups:
+            more["beta2"] = of_groups["muon_beta2"]
+        arguments = ("lr", "weight_decay", "mu", "nesterov")
+        super().__init__(groups, *(of_groups[key] for key in arguments), **more)
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group with the keys of dion. Raises as the constructor does, and leaves the
@@ -195,11 +205,13 @@ class DionMuon(_DionGroups, Muon):
         use_polar_express: bool = True,
         newton_schulz_func: Callable | None = None,
     ) -> None:
-        self._dion = _dion_arguments(
-            "muon",
-            betas,
+        self._start_with(
+            params,
+            (distributed_mesh, use_polar_express, newton_schulz_func),
+            algorithm="muon",
             lr=lr,
             mu=mu,
+            betas=betas,
             weight_decay=weight_decay,
             cautious_wd=cautious_wd,
             epsilon=epsilon,
@@ -207,9 +219,6 @@ class DionMuon(_DionGroups, Muon):
             adjust_lr=adjust_lr,
             flatten=flatten,
         )
-        groups = _groups(params, self._dion)
-        more = _muon_arguments(groups, distributed_mesh, use_polar_express, newton_schulz_func)
-        super().__init__(groups, lr, weight_decay, mu, nesterov, **more)
 
 
 class DionNorMuon(_DionGroups, NorMuon):
@@ -234,12 +243,14 @@ class DionNorMuon(_DionGroups, NorMuon):
         use_polar_express: bool = True,
         newton_schulz_func: Callable | None = None,
     ) -> None:
-        self._dion = _dion_arguments(
-            "normuon",
-            betas,
+        self._start_with(
+            params,
+            (distributed_mesh, use_polar_express, newton_schulz_func),
+            algorithm="normuon",
             lr=lr,
             mu=mu,
             muon_beta2=muon_beta2,
+            betas=betas,
             weight_decay=weight_decay,
             cautious_wd=cautious_wd,
             epsilon=epsilon,
@@ -247,6 +258,3 @@ class DionNorMuon(_DionGroups, NorMuon):
             adjust_lr=adjust_lr,
             flatten=flatten,
         )
-        groups = _groups(params, self._dion)
-        more = _muon_arguments(groups, distributed_mesh, use_polar_express, newton_schulz_func)
-        super().__init__(groups, lr, weight_decay, mu, nesterov, beta2=muon_beta2, **more)

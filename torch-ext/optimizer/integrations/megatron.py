@@ -282,22 +282,6 @@ def _traits_of_model(
     return found
 
 
-def _rows_of_units(
-    param: torch.Tensor, name: str, of_model: tuple[int, ...] | None
-) -> tuple[int, ...]:
-    """Rows of q, k and v in a query group of a parameter. `of_model`: by the config of the model.
-    Raises ConfigError if nobody says them.
-    """
-    rows = getattr(param, "qkv_split_shapes", None) or of_model
-    if rows is None:
-        raise ConfigError(
-            f"parameter {name}: the rows of q, k and v in a query group are unknown: the config of "
-            "the model needs num_attention_heads, num_query_groups and kv_channels, or the "
-            f"parameter qkv_split_shapes; {WITHOUT_SPLIT}"
-        )
-    return rows
-
-
 def _is_stepped(param: torch.Tensor) -> bool:
     """Whether Megatron gives a parameter to this optimizer, and not to Adam."""
     is_matrix = param.ndim == 2 and not getattr(param, "is_embedding_or_output_parameter", False)
