@@ -100,10 +100,7 @@ class Collector:
         return self._add(rows)
 
     def of_params(
-        self,
-        W: Sequence[torch.Tensor],
-        rests: Sequence[torch.Tensor],
-        M: Sequence[torch.Tensor],
+        self, W: Sequence[torch.Tensor], rests: Sequence[torch.Tensor], M: Sequence[torch.Tensor]
     ) -> list[tuple[slice, SampledSquares]]:
         """Return sums of parameters that are stepped where stored, by parts of the parameters that
         are stepped at a time: saved weights are bounded by SAVED_ELEMENTS, or by those of the

@@ -1,4 +1,4 @@
-"""`regions_of`: elements of a parameter on a rank as rectangles, for the sums of `SampledSquares`."""
+"""Elements of a parameter on a rank as rectangles, for the sums of `SampledSquares`."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _whole(numel: int) -> list[Region]:
 def _of_box(
     shape: Sequence[int], box: Box, local: Sequence[int], start: Sequence[int]
 ) -> list[Region]:
-    """Return the rectangles of `box` of a large parameter. `local`: shape of the local tensor. `start`:
-    indices of the box in it.
+    """Return the rectangles of `box` of a large parameter. `local`: shape of the local tensor.
+    `start`: indices of the box in it.
     """
     sizes = _lengths(box)
     if not math.prod(sizes):

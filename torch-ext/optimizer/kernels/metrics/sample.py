@@ -18,15 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from ..backend import use_triton
-from ..elementwise.multi_tensor import (
-    ELEMENTS,
-    Launch,
-    Squares,
-    run,
-    total_square,
-    write_squares,
-)
 from ..elementwise.multi_tensor import BLOCK as SLOTS
+from ..elementwise.multi_tensor import ELEMENTS, Launch, Squares, run, total_square, write_squares
 from ..launch.jit import jit
 from ..weights.split import joined_tile, wide_copies, wide_weights
 
@@ -178,7 +171,7 @@ class SampledSquares:
 def _part_of(
     tensors: Sequence[torch.Tensor], indices: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Return the elements of tensors at `indices` in row-major order; the tensor itself for None."""
+    """Return the elements of tensors at `indices`, in row-major order; for None the tensor."""
     return [t if i is None else t.reshape(-1)[i] for t, i in zip(tensors, indices)]
 
 
