@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.nn.functional import mse_loss
 
 from ..kernels.elementwise.multi_tensor import Squares
 from ..kernels.elementwise.row_scattered import ScatteredRows
@@ -27,8 +28,8 @@ from .regions import regions_of, regions_of_rows
 
 COLUMNS = 7  # of a table: the fields of `values.Sums`
 PROBES = 16  # random vectors that estimate the orthogonality error; exact for short sides up to 16
-# Elements of the largest matrix that is sampled: it is copied to fp32 (16 MiB)
-SAMPLED_ELEMENTS = 1 << 22
+# Elements of the largest matrix that is sampled: it is copied to fp32 (4 MiB)
+SAMPLED_ELEMENTS = 1 << 20
 # Old weights that are saved at a time, where another library's kernels step them
 SAVED_ELEMENTS = 1 << 22
 
@@ -52,17 +53,22 @@ class OrthogonalitySample:
             signs = torch.randint(2, (n, PROBES), generator=generator, device="cpu") * 2 - 1
             probes = signs.float() / math.sqrt(PROBES)
         self.probes = probes.to(stack.device)
-        self.error = torch.zeros((), dtype=torch.float32, device=stack.device)
+        # n times the square of the error: a step has the fewest launches
+        self.square = torch.zeros((), dtype=torch.float32, device=stack.device)
 
     def measure(self) -> None:
-        """Write `error`, without a wait of the host."""
+        """Write `square`, without a wait of the host."""
         if in_dry_run():
             return
         X = self.stack[self.index : self.index + 1].float()[0]
         if X.shape[0] > X.shape[1]:
             X = X.mT
-        rest = X @ (X.mT @ self.probes) - self.probes
-        self.error.copy_(rest.square().sum().div_(len(X)).sqrt_())
+        found = X @ (X.mT @ self.probes)
+        self.square.copy_(mse_loss(found, self.probes, reduction="sum"))
+
+    def error(self) -> torch.Tensor:
+        """Return the error, fp64 on the device."""
+        return (self.square.double() / min(self.stack.shape[1:])).sqrt()
 
 
 class Collector:
@@ -193,7 +199,7 @@ class Collector:
                 total[:, :3].index_add_(0, index, squares.totals(len(rows)))
         total[:count, 3] = torch.tensor(self.elements, dtype=torch.float64, device=device)
         for sample in self.found_samples:
-            total[sample.param, 4] += sample.error
+            total[sample.param, 4] += sample.error()
             total[sample.param, 5] += 1
         total[:count, 6] = torch.tensor(self.read, dtype=torch.float64, device=device)
         return total[:count]
