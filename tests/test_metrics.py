@@ -294,7 +294,7 @@ SAMPLED = [((97, 70), "rows"), ((60, 96), "columns"), ((48, 60), "tiles"), ((6, 
 @pytest.mark.parametrize("shape, way", SAMPLED)
 def test_ranks_read_the_elements_that_one_process_reads(shape, way, part, monkeypatch):
     """Elements of a sample are known by their number in the whole parameter; every stratum has one chunk."""
-    monkeypatch.setattr(part("metrics.regions"), "WHOLE_ELEMENTS", 0)
+    monkeypatch.setattr(part("metrics.regions"), "READ_ELEMENTS", 1)
     sampled, Layout = part("metrics.regions").regions_of, part("params.layout").Layout
     cuts = {"rows": [(0, 3)], "columns": [(1, 4)], "tiles": [(0, 2), (1, 3)], "3d": [(0, 2), (1, 2), (2, 2)],
             "interleaved": [(1, 4)]}[way]
@@ -316,8 +316,8 @@ def test_ranks_read_the_elements_that_one_process_reads(shape, way, part, monkey
     whole = Layout(shape, {0: tuple((0, n) for n in shape)}, ((0,),))
     expected = read(whole, 0)
     assert torch.equal(torch.cat([read(layout, rank) for rank in boxes]).sort().values, expected.sort().values)
-    strata = (expected // 1024).bincount()
-    assert set(strata[:numbers.numel() // 1024].tolist()) == {32} and len(expected) == len(expected.unique())
+    strata = (expected // 512).bincount()  # 32 chunks of 16
+    assert set(strata[:numbers.numel() // 512].tolist()) == {16} and len(expected) == len(expected.unique())
 
 
 @pytest.mark.interpreter
@@ -357,7 +357,7 @@ def test_sums_of_sampled_elements(dtype, part, device, monkeypatch):
 @pytest.mark.parametrize("layout", ["fsdp columns", "tp x fsdp", "hsdp", "shard_state", "unreduced"])
 def test_sums_of_samples_do_not_depend_on_the_layout(layout, part, monkeypatch):
     """Parameters of AdamW, Lion and SGD are sampled here, of which some ranks read nothing."""
-    monkeypatch.setattr(part("metrics.regions"), "WHOLE_ELEMENTS", 8)
+    monkeypatch.setattr(part("metrics.regions"), "READ_ELEMENTS", 8)
     monkeypatch.setattr(part("metrics.regions"), "SHARE", 2)
     params = [[nn.Parameter(t) for t in some] for some in whole(0)]
     opt = build(params, **EXACT)

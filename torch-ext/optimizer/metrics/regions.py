@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from ..kernels.metrics.sample import Region
 from ..params.layout import Box, Layout
 
-# Elements of a parameter that is read whole. Of larger ones a chunk of SHARE is read
-WHOLE_ELEMENTS = 1 << 18
+# At least half as many elements of a parameter are read, and at least one chunk of SHARE
+READ_ELEMENTS = 1 << 18
 SHARE = 32
 
 
@@ -47,8 +47,11 @@ def regions_of_rows(shape: Sequence[int], first: int, count: int) -> list[Region
 
 
 def share_of(shape: Sequence[int]) -> int:
-    """Return of how many chunks one is read, by the whole shape of a parameter."""
-    return SHARE if math.prod(shape) > WHOLE_ELEMENTS else 1
+    """Return of how many chunks one is read, by the whole shape of a parameter: a power of two."""
+    numel, share = math.prod(shape), 1
+    while share < SHARE and numel > share * READ_ELEMENTS:
+        share *= 2
+    return share
 
 
 def _whole(numel: int) -> list[Region]:
@@ -62,7 +65,7 @@ def _of_box(
     """Return the rectangles of `box` of a large parameter. `local`: shape of the local tensor.
     `start`: indices of the box in it.
     """
-    sizes = _lengths(box)
+    sizes, share = _lengths(box), share_of(shape)
     if not math.prod(sizes):
         return []
     # Elements between neighbours along each dim: in numbers, and in the local tensor
@@ -79,7 +82,7 @@ def _of_box(
         first = sum((i + at[0]) * step for i, at, step in zip(place, box, steps))
         at = sum((i + own) * stride for i, own, stride in zip(place, start, strides))
         down = last - 1 if last else 0
-        found.append(Region(rows, cols, at, strides[down], first, steps[down], SHARE))
+        found.append(Region(rows, cols, at, strides[down], first, steps[down], share))
     return found
 
 

@@ -25,7 +25,9 @@ from ..weights.split import joined_tile, wide_copies, wide_weights
 
 tl = None  # Triton's language, put here by jit
 
-CHUNK = 32  # elements: 128 bytes of fp32, what the loads of a warp take at once
+# Elements: 64 bytes of fp32, two sectors of an L2 cache. Larger chunks would meet fewer rows, and
+# some rows of an embedding may have far larger squares than others
+CHUNK = 16
 GOLDEN = 2654435769  # 2^32 divided by the golden ratio, odd; kernels have the number itself
 CHUNKS = SLOTS // CHUNK  # of a program
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # that the kernels read
@@ -210,7 +212,7 @@ def _bind(
 @jit
 def _locate(records, blocks, FIELDS: tl.constexpr, CHUNKS: tl.constexpr):
     """Return (record, places in the local tensor, places in the saved weights, inside) of the
-    program's chunks of 32 elements (CHUNK): tiles (CHUNKS, 32). See [Note: sample of a parameter].
+    program's chunks of 16 elements (CHUNK): tiles (CHUNKS, 16). See [Note: sample of a parameter].
     """
     block = blocks + tl.program_id(0).to(tl.int64) * 2
     record = records + tl.load(block) * FIELDS
@@ -221,10 +223,10 @@ def _locate(records, blocks, FIELDS: tl.constexpr, CHUNKS: tl.constexpr):
     shift = tl.load(record + 5)
     stratum = (first >> shift) + (chunk - row * strata)
     place = ((stratum.to(tl.uint32) * 2654435769) >> 27).to(tl.int64) & tl.load(record + 6)
-    lane = tl.arange(0, 32)[None, :]
-    column = (stratum << shift) + place * 32 - first + lane
+    lane = tl.arange(0, 16)[None, :]
+    column = (stratum << shift) + place * 16 - first + lane
     inside = (row < tl.load(record)) & (column >= 0) & (column < tl.load(record + 1))
-    saved_at = tl.load(record + 7) + chunk.to(tl.int64) * 32 + lane
+    saved_at = tl.load(record + 7) + chunk.to(tl.int64) * 16 + lane
     return record, row * tl.load(record + 8) + column, saved_at, inside
 
 
@@ -258,11 +260,11 @@ def _save_kernel(
     TYPE_0: tl.constexpr,
     TYPE_1: tl.constexpr = None,
 ):
-    """Compute `SampledSquares.save` for BLOCK / 32 chunks. Lists of the table: W, rests if SPLIT.
+    """Compute `SampledSquares.save` for BLOCK / 16 chunks. Lists of the table: W, rests if SPLIT.
 
     `saved`: fp32.
     """
-    record, places, saved_at, inside = _locate(records, blocks, FIELDS, BLOCK // 32)
+    record, places, saved_at, inside = _locate(records, blocks, FIELDS, BLOCK // 16)
     w = _weights(record, places, inside, SPLIT, TYPE_0)
     tl.store(saved + saved_at, w, mask=inside)
 
@@ -281,11 +283,11 @@ def _add_kernel(
     TYPE_1: tl.constexpr,
     TYPE_2: tl.constexpr = None,
 ):
-    """Write a row of `Squares` for BLOCK / 32 chunks. Lists of the table: W, rests if SPLIT, M.
+    """Write a row of `Squares` for BLOCK / 16 chunks. Lists of the table: W, rests if SPLIT, M.
 
     `saved`: of `_save_kernel`.
     """
-    record, places, saved_at, inside = _locate(records, blocks, FIELDS, BLOCK // 32)
+    record, places, saved_at, inside = _locate(records, blocks, FIELDS, BLOCK // 16)
     w = _weights(record, places, inside, SPLIT, TYPE_0)
     old = tl.load(saved + saved_at, mask=inside, other=0.0)
     if SPLIT:
