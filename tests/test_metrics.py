@@ -373,21 +373,26 @@ def test_sums_of_samples_do_not_depend_on_the_layout(layout, part, monkeypatch):
 
 
 def test_samples_are_near_all_elements(optimizer):
-    """Rows of an embedding that are seen often move further than others; bits are those of a step without sums."""
-    params, steps = [nn.Parameter(0.02 * torch.randn(4000, 96)) for _ in "12"], torch.rand(4000, 1).pow(4)
-    params[1].data.copy_(params[0].data)
-    for p, collects in zip(params, (True, False)):
-        opt = optimizer.Muon([{"params": [p], "use_muon": False, "weight_decay": 0.1}])
-        opt.collect_metrics = collects
-        for seed in range(3):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * (steps > seed / 9)
-            before = p.detach().clone()
+    """Of an embedding, tokens by Zipf's law: rows of frequent tokens have most of the momentum (docs/metrics.md). Bits
+    are those of a step without sums.
+    """
+    torch.manual_seed(0)
+    V, D, p = 4096, 256, 1 / torch.arange(1.0, 4097.0)
+    params = [nn.Parameter(0.02 * torch.randn(V, D))]
+    params.append(nn.Parameter(params[0].detach().clone()))
+    opts = [optimizer.Muon([{"params": [w], "use_muon": False}], lr=1e-3) for w in params]
+    opts[0].collect_metrics = True
+    for _ in range(5):
+        tokens = torch.multinomial(p, 2048, replacement=True)
+        params[0].grad = torch.zeros(V, D).index_add_(0, tokens, torch.randn(2048, D))
+        params[1].grad = params[0].grad.clone()
+        before = params[0].detach().clone()
+        for opt in opts:
             opt.step()
-        if collects:
-            values, _ = exact([before], [p.detach()], [opt.state[p]["exp_avg"]])
-            found = opt.metrics().groups[0]
-            assert_close({k: getattr(found, k) for k in PER}, dict(zip(PER, values)), 0.03)
-            assert found.update_rms != values[0]
+    values, _ = exact([before], [params[0].detach()], [opts[0].state[params[0]]["exp_avg"]])
+    found = opts[0].metrics().groups[0]
+    errors = [getattr(found, key) / value - 1 for key, value in zip(PER, values)]
+    assert all(0 < abs(error) < most for error, most in zip(errors, (0.01, 0.01, 0.02, 0.05))), errors
     assert torch.equal(*params)
 
 
