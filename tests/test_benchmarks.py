@@ -1,6 +1,7 @@
 """The scripts under benchmarks/: a run on a CPU from CSV to figures, the grid, and the timing."""
 from __future__ import annotations
 
+import argparse
 import csv
 import gc
 import importlib
@@ -470,6 +471,134 @@ def test_convergence_goes_on_where_it_ended(optimizer, tmp_path, monkeypatch):
     for name, seeds in ("adamw", 3), ("muon", 5):
         assert re.search(rf"^\| {name} \| [\d.]+ \| {seeds} \|", text, re.M)
     assert "\n".join(load("convergence", monkeypatch).table(rows)) in text
+
+
+PEER = """
+import torch
+
+
+class {name}(torch.optim.SGD):
+    def __init__(self, params, **given):
+        super().__init__(params, lr=given["lr"], weight_decay=given["weight_decay"])
+        self.given = given
+"""
+
+
+def forget_peers():
+    for name in [name for name in sys.modules if name == "muon" or name.startswith("peer_dion")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def sweep(optimizer, tmp_path, monkeypatch):
+    """(benchmarks/convergence.py, options of a run on a CPU, with stand-ins for packages of others)."""
+    for path, name in (("keller_jordan/muon.py", "SingleDeviceMuon"), ("dion/dion/normuon.py", "NorMuon")):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True)
+        file.write_text(PEER.format(name=name))
+    module = load("convergence", monkeypatch)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    forget_peers()
+    yield module, argparse.Namespace(
+        size="tiny", steps=3, data=str(FOLDER.parent / "tests"), corpus="tests", eager=True, commit="abc",
+        folders={name: tmp_path / name for name in ("keller_jordan", "dion")}, out=tmp_path / "convergence.csv",
+        optimizers=["keller", "dion_normuon", "split16"], seconds=math.inf, runs=None)
+    forget_peers()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
+def test_low_precision_and_other_packages_train_like_the_rest(sweep):
+    convergence, options = sweep
+    found, losses = {}, {}
+    for name in ("muon", "int8_momentum", "split16", "bf16_weights_stochastic", "keller", "dion_normuon"):
+        run = convergence.Run(name, convergence.OPTIMIZERS[name].lr, 2e-3, 2e-3, 0)
+        found[name] = convergence.Training(run, options, torch.device("cpu"))
+        state = found[name].optimizers[0].state
+        if name == "split16":  # it begins with the weights of the other runs, not with those rounded to bf16
+            assert all(state[p]["weight_rest"].any() for p in found[name].model.blocks.parameters() if p.ndim == 2)
+        losses[name] = [float(point.split(":")[1]) for point in found[name].row()["curve"].split()]
+        assert losses[name] == sorted(losses[name], reverse=True), name
+        dtypes = {p.dtype for p in found[name].model.blocks.parameters() if p.ndim == 2}
+        assert dtypes == {torch.bfloat16 if convergence.OPTIMIZERS[name].bf16 else torch.float32}
+        assert found[name].model.embed.weight.dtype == found[name].model.norm.weight.dtype == torch.float32
+    for name in ("int8_momentum", "split16", "bf16_weights_stochastic"):
+        assert losses[name] == pytest.approx(losses["muon"], abs=2e-3)
+        matrix, exact = (found[key].model.blocks[0].attention.query.weight for key in (name, "muon"))
+        assert not torch.equal(matrix.float(), exact) and torch.allclose(matrix.float(), exact, atol=2e-3), name
+    matrix = found["int8_momentum"].model.blocks[0].attention.query.weight
+    assert torch.int8 in {t.dtype for t in found["int8_momentum"].optimizers[0].state[matrix].values()}
+    given = found["keller"].optimizers[0].given
+    assert given["lr"] * given["weight_decay"] == pytest.approx(4e-3 * convergence.DECAY)
+    assert found["dion_normuon"].optimizers[0].given == dict(
+        lr=4e-3, mu=0.95, weight_decay=convergence.DECAY, nesterov=True, adjust_lr="rms_norm")
+
+
+def test_the_sweep_leaves_out_packages_that_are_not_there_and_other_texts(sweep, capsys):
+    convergence, options = sweep
+    path = list(sys.path)
+    assert convergence.Sweep(options).names == ["adamw", "keller", "dion_normuon", "split16"]
+    forget_peers()
+    sys.path[:] = path
+    options.folders = {name: folder / "elsewhere" for name, folder in options.folders.items()}
+    assert convergence.Sweep(options).names == ["adamw", "split16"]
+    text = capsys.readouterr().out
+    assert "dion_normuon is left out: there is no dion/normuon.py" in text
+    assert "keller is left out: muon cannot be imported" in text
+    row = dict.fromkeys(convergence.COLUMNS, "") | {"size": "tiny", "corpus": "tests", "steps": 3, "text_mb": 0.1}
+    importlib.import_module("rows").append(options.out, convergence.COLUMNS, [row])
+    with pytest.raises(SystemExit, match=r"the text has [\d.]+ MB, that of the rows of .* 0.1 MB"):
+        convergence.Sweep(options)
+
+
+def test_the_plan_says_at_least_how_many_runs_are_missing(monkeypatch):
+    sweep = load("convergence", monkeypatch)
+    names = ["adamw", "muon", "torch_muon", "split16"]
+
+    def loss(run):
+        return math.log2(run.lr / 5e-4) ** 2 + math.log2(run.embed_lr / 4e-3) ** 2 + 0.01 * run.seed
+
+    losses, counts = {}, []
+    while runs := [run for name in names for run in sweep.wanted(name, losses)]:
+        missing = sweep.still_missing(names, losses)
+        assert set(runs) <= {run for found in missing.values() for run in found}
+        counts.append(len(losses) + sum(map(len, missing.values())))
+        losses |= {run: loss(run) for run in runs}
+    assert counts == sorted(counts) and counts[0] < len(losses) == counts[-1]
+    assert not any(sweep.still_missing(names, losses).values())
+    assert [len(runs) for runs in sweep.still_missing(["cubic"], losses).values()] == [0, 5]
+
+
+def rows_of_losses(losses):
+    """Rows of a sweep: (optimizer, rate) -> the loss of each seed; the curve falls by a line to the loss."""
+    rates = {"embed_lr": "0.002", "head_lr": "0.002", "steps": "100", "tokens": "2000000", "step_ms": "10",
+             "optimizer_ms": "1", "peak_mib": "5"}
+    return [rates | {"optimizer": name, "lr": str(lr), "seed": str(seed), "heldout_loss": str(loss),
+                     "curve": f"50:{loss + 0.5} 100:{loss}"}
+            for (name, lr), found in losses.items() for seed, loss in enumerate(found)]
+
+
+def test_parity_is_an_equivalence_test_over_seeds(monkeypatch):
+    """torch_muon is compared at our best rate, not at its own."""
+    sweep = load("convergence", monkeypatch)
+    ours = [0.77, 0.76, 0.78, 0.75, 0.77]
+    losses = {("muon", 0.004): ours, ("muon", 0.002): [0.9], ("torch_muon", 0.002): [0.1] * 5}
+    assert sweep.parity(rows_of_losses(losses)) == [
+        "", "muon less torch_muon: 0 seeds with both at these rates; 3 to 5 are needed."]
+    for gap, equal in ((0.0, "yes"), (0.0045, "no")):
+        torchs = [loss - gap + noise for loss, noise in zip(ours, (-0.001, 0, 0.001, 0, 0))]
+        text = sweep.parity(rows_of_losses(losses | {("torch_muon", 0.004): torchs}))[1]
+        assert text.startswith(f"muon less torch_muon, 5 seeds: {gap:+.5f} +- 0.00088 (95 %). A difference of 0.00118 ")
+        assert f"two one-sided tests at 5 %: {equal}; their power, if both are equal, is 100 %" in text
+
+
+def test_the_power_of_the_equivalence_test_is_that_of_simulated_sweeps(monkeypatch):
+    sweep = load("convergence", monkeypatch)
+    torch.manual_seed(0)
+    for count in (3, 5):
+        for error in (0.0015, 0.0025):
+            gaps = error * math.sqrt(count) * torch.randn(100_000, count)
+            found = gaps.mean(1).abs() + sweep.STUDENT_T[count][1] * gaps.std(1) / math.sqrt(count) < sweep.MARGIN
+            assert abs(found.float().mean() - sweep.power_of_tost(error, count)) < 0.01
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
