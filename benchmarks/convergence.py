@@ -553,7 +553,7 @@ def table(rows: list[dict[str, str]]) -> list[str]:
     found = {name: best for name in OPTIMIZERS if (best := best_rows(rows, name))}
     losses = {name: [float(row["heldout_loss"]) for row in best] for name, best in found.items()}
     target = statistics.mean(losses["adamw"]) if "adamw" in losses else None
-    heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "lower than muon's",
+    heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "less muon's loss",
              "step ms", "optimizer ms")
     lines = [f"| {' | '.join(heads)} | MiB |", "|---" * (len(heads) + 1) + "|"]
     for name in sorted(found, key=lambda name: statistics.mean(losses[name])):
@@ -565,7 +565,7 @@ def table(rows: list[dict[str, str]]) -> list[str]:
         keys = "step_ms", "optimizer_ms", "peak_mib"
         figures = (statistics.median(float(row[key]) for row in best) for key in keys)
         cells = (name, f"{float(best[0]['lr']):g}", str(len(best)), f"{statistics.mean(losses[name]):.4f}", spread,
-                 tokens, "" if name == "muon" else lower(best, found.get("muon", [])),
+                 tokens, beside(best, found["muon"])[1] if "muon" in found and name != "muon" else "",
                  *(f"{figure:.2f}" for figure in figures))
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, *parity(rows)]
@@ -582,13 +582,16 @@ def half_width(gaps: list[float]) -> float:
     return STUDENT_T[len(gaps)][0] * statistics.stdev(gaps) / math.sqrt(len(gaps))
 
 
-def lower(rows: list[dict[str, str]], others: list[dict[str, str]]) -> str:
-    """Whether a loss is lower than another one, by the 95 % interval of the differences over seeds."""
+def beside(rows: list[dict[str, str]], others: list[dict[str, str]]) -> tuple[str, str]:
+    """How a loss compares with another one, seed by seed: ("lower", "higher", "no difference found", or "open" with too
+    few seeds; the mean difference and its 95 % interval).
+    """
     gaps = gaps_of(rows, others)
     if len(gaps) not in STUDENT_T:
-        return "open"
-    answer = "yes" if statistics.mean(gaps) + half_width(gaps) < 0 else "no"
-    return f"{answer}, {statistics.mean(gaps):+.4f} +- {half_width(gaps):.4f}"
+        return "open", ""
+    mean, half = statistics.mean(gaps), half_width(gaps)
+    answer = "no difference found" if abs(mean) <= half else "lower" if mean < 0 else "higher"
+    return answer, f"{mean:+.4f} +- {half:.4f}"
 
 
 def parity(rows: list[dict[str, str]]) -> list[str]:

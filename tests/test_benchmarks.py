@@ -195,6 +195,7 @@ def test_lines_of_measured_tables_end_alike():
     ("stacks", ["symmetric", "--stacks", "2x16x16+2x16x40"], "as many rows as columns"),
     ("step", ["--ranks", "1", "4"], "--ranks 4: each of them takes a GPU, and here are 2"),
     ("train", ["--ranks", "3"], "here are 2"), ("wire", ["--ranks", "3"], "here are 2"),
+    ("convergence", ["--path", "dion=.", "timm=."], "--path timm=...: there is no such package here"),
     ("soak", ["--ranks", "4", "--run", "graph"], "needs a GPU for each of 4 ranks"),
     ("soak", ["--ranks", "6", "--mode", "ddp", "hsdp4"], "--mode hsdp4 needs another number of ranks than 6")])
 def test_what_cannot_be_measured_is_said_at_once(script, arguments, message, optimizer, monkeypatch, capsys):
@@ -223,6 +224,49 @@ def test_learning_rates_are_those_of_the_document(tmp_path, monkeypatch):
     text = (FOLDER.parent / "docs" / "learning_rates.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (30m|demo) \| (\w+) \| (.*) \|$", text, re.MULTILINE)
     assert {(model, name): cells.split(" | ") for model, name, cells in rows} == found
+
+
+def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch):
+    """Rules are told apart by three seeds: lower, higher, no difference; others are open or not run."""
+    losses = {("adamw", 0.001): [0.9, 0.91, 0.9], ("muon", 0.004): [0.8, 0.81, 0.79], ("muon", 0.002): [0.85],
+              ("normuon", 0.004): [0.7, 0.711, 0.69], ("cubic", 0.004): [0.9, 0.911, 0.89],
+              ("per_head", 0.004): [0.8, 0.811, 0.789], ("split16", 0.004): [0.8]}
+    columns = load("convergence", monkeypatch).COLUMNS
+    common = dict.fromkeys(columns, "") | {"gpu": "A", "size": "30m", "corpus": "fake", "text_mb": "1.5",
+                                           "parameters": "29000000", "torch": "2.11", "commit": "abc1234"}
+    rows = importlib.import_module("rows")
+    rows.append(tmp_path / "table.csv", columns, [common | row for row in rows_of_losses(losses)])
+    for name in ("learning_rates.md", "evidence.md"):
+        shutil.copy(FOLDER.parent / "docs" / name, tmp_path / name)
+    run_alone("plot_lr.py", tmp_path / "table.csv", "--out", tmp_path / "figures", "--docs", tmp_path)
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"learning_rates_30m.png",
+                                                                       "learning_rates_demo.png"}
+    text = (tmp_path / "evidence.md").read_text()
+    assert 'M parameters, 100 steps, 2.0 M tokens of the text "fake" (1.5 MB). GPU: A. torch 2.11. Commit:' in text
+    # From 1.3 after step 50 to .8 after step 100: .9033, AdamW's loss, after step 89.67
+    assert "| muon | 0.004 | 3 | 0.8000 | 0.0100 | 1.8 M, 90 % |  | 10.00 | 1.00 | 5.00 |\n" in text
+    assert "| normuon | 0.004 | 3 | 0.7003 | 0.0105 | 1.6 M, 80 % | -0.0997 +- 0.0014 | 10.00 | 1.00 | 5.00 |\n" in text
+    for line in ("loss lower than Muon's: normuon.", "no difference from Muon's loss found: per_head.",
+                 "loss higher than Muon's: adamw, cubic.",
+                 "open, fewer than three seeds in common with Muon: split16.", "not run: torch_muon, keller"):
+        assert f"- 30m, {line}" in text
+    assert "| muon | 4 | 3 | 0 |\n" in text and max(map(len, text.split("## Runs")[0].splitlines())) < 130
+    assert "| 30m | muon | 0.004 | 0.8000 | 3 | 1 |\n" in (tmp_path / "learning_rates.md").read_text()
+
+
+def test_parts_of_documents_and_dates_of_the_log(tmp_path, monkeypatch):
+    documents, path = load("documents", monkeypatch), tmp_path / "page.md"
+    path.write_text("a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n")
+    documents.write_parts(path, {"x": ["new", "lines"]})
+    assert path.read_text() == "a\n<!-- begin x -->\n\nnew\nlines\n\n<!-- end x -->\nb\n"
+    assert documents.part(path, "x") == ["new", "lines"]
+    with pytest.raises(SystemExit, match="needs each of these lines once: <!-- begin y -->, <!-- end y -->"):
+        documents.write_parts(path, {"x": ["newer"], "y": []})
+    assert documents.part(path, "x") == ["new", "lines"]
+    log = tmp_path / "log.md"
+    log.write_text("# Log\n\n## 2026-11-02, b?\n\n- Commit: abc1234, def5678 (x)\n\n## 2026-11-01, a?\n\n"
+                   "- Commit: abc1234\n- Found: 1234567\n")
+    assert documents.dates(log) == {"abc1234": "2026-11-02", "def5678": "2026-11-02"}
 
 
 def test_figures_say_which_rows_there_are(tmp_path, monkeypatch):
