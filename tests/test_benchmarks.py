@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,6 +164,100 @@ def test_schedules(tmp_path):
     assert [(row["implementation"], bool(row["median_ms"])) for row in peers] == [("ours", True), ("gns", False)]
 
 
+def test_rows_of_the_page_of_polar_factors(tmp_path):
+    out = tmp_path / "page.csv"
+    text = run("polar_page.py", "--stacks", "2x16x40", "--schedules", "polar_express:5", "jordan:8", "--peers", "gns",
+               "--rounds", 1, "--burst-ms", 0.1, "--rest-ms", 0, "--commit", "abc", "--out", out)
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["implementation"], row["set"], row["steps"]) for row in rows] == [
+        ("ours", "polar_express", "5"), ("gns", "polar_express", "5"), ("ours", "jordan", "8"), ("gns", "jordan", "8")]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"]) and row["commit"] == "abc" for row in rows)
+    assert all(0 < float(row["median_ms"]) and 0 < float(row["error"]) < 0.01 for row in rows[::2])
+    if importlib.util.find_spec("gram_newton_schulz") is None:
+        assert all((row["median_ms"], row["note"]) == ("", "ModuleNotFoundError") for row in rows[1::2])
+    assert "all stacks and schedules were measured" in text
+
+
+def test_the_table_of_polar_factors_takes_the_commit_with_most_stacks(monkeypatch):
+    page = load("polar_page", monkeypatch)
+    row = {"gpu": "NVIDIA H100 80GB HBM3", "set": "qwen3_8", "steps": "8", "version": "", "cols": "8", "n": "1"}
+
+    def timed(commit, date, name, rows, ms, error, memory=""):
+        return row | {"commit": commit, "date": date, "implementation": name, "rows": rows, "median_ms": ms,
+                      "error": error, "memory_mib": memory}
+
+    rows = [timed("old", "2026-01-01", name, rows, ms, error) for name, rows, ms, error in (
+        ("ours", "4", "1", "1e-3"), ("ours", "8", "2", "3e-3"), ("dion", "4", "4", "0.1"), ("dion", "8", "2", "0.3"))]
+    rows += [timed("new", "2026-01-02", name, "4", ms, error, memory) for name, ms, error, memory in (
+        ("ours", "1", "1e-3", "2"), ("gns", "0.9", "2e-3", "3"), ("dion", "9", "0.1", "3"))]
+    found = page.page(rows)
+    assert found["table"][2:] == [
+        "| 2026-01-02 | H100 | 8, qwen3_8 | gns | 1 | 0.90 | 0.90, 0.90 | 1 | 2.0e-03, 1.0e-03 | 1.50 | new |",
+        "| 2026-01-01 | H100 | 8, qwen3_8 | dion | 2 | 2.00 | 1.00, 4.00 | 0 | 2.0e-01, 2.0e-03 |  | old |"]
+    others = ", ".join(name for name in page.peers.POLAR if name not in ("gns", "dion"))
+    assert f"- NVIDIA H100 80GB HBM3, 8 steps: {others}." in found["missing rows"]
+    assert f"- NVIDIA H100 80GB HBM3, 5 steps: {', '.join(page.peers.POLAR)}." in found["missing rows"]
+
+
+def stand_in(monkeypatch, name, **functions):
+    """A module of a package that is not installed, and the packages above it."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+    vars(sys.modules[name]).update(functions)
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 40), (2, 40, 24)])
+def test_peers_compose_the_polynomials_of_the_schedule(shape, optimizer, part, monkeypatch):
+    """With their kernels replaced by torch, in fp32: every package iterates with the coefficients that it is given."""
+    peers, polar = load("peers", monkeypatch), load("polar", monkeypatch)
+
+    def gram(X, out):
+        out.copy_(X @ X.mT)
+
+    def newton_schulz(X, count, kind, custom_coefficient_sets):
+        assert (X.dtype, kind, torch.get_float32_matmul_precision()) == (torch.float32, "custom", "medium")
+        assert count == len(custom_coefficient_sets)
+        return torch.stack([polar.composed(x, types.SimpleNamespace(triples=custom_coefficient_sets, aol=False))
+                            for x in X]).float()
+
+    stand_in(monkeypatch, "dion.newton_schulz_triton", ns_line_1=lambda X, out: gram(X, out),
+             ns_line_2=lambda A, alpha, beta, out: out.copy_(beta * A + alpha * A @ A))
+    stand_in(monkeypatch, "muonium.kernels.gram", gram_=gram)
+    stand_in(monkeypatch, "flash_muon.matmul_transpose_triton", matmul_transpose_assign=gram)
+    stand_in(monkeypatch, "emerging_optimizers.orthogonalized_optimizers.muon_utils", newton_schulz=newton_schulz)
+    torch.manual_seed(0)
+    X, steps = torch.randn(shape), part("newton_schulz.coefficients").steps_of("polar_express", 5)
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    for name in ("torch.compile", "dion", "muonium", "flash_muon", "emerging_optimizers"):
+        with load("trajectories", monkeypatch).InFloat32():
+            out = peers.POLAR[name](steps)(X)
+        assert out.shape == X.shape and out.dtype == X.dtype, name
+        assert max(polar.distance(o, polar.composed(x, steps)) for o, x in zip(out, X)) < 1e-5, name
+    assert torch.get_float32_matmul_precision() == before
+
+    def exact_factors(A):
+        U, _, V = torch.linalg.svd(A, full_matrices=False)
+        return U @ V, None
+
+    monkeypatch.setattr(torch.linalg, "polar", exact_factors, raising=False)
+    out = peers.POLAR["torch.linalg.polar"](steps)(X).double()
+    short = out @ out.mT if shape[1] < shape[2] else out.mT @ out
+    assert torch.allclose(short, torch.eye(24, dtype=torch.float64).expand(2, -1, -1), atol=1e-5)
+
+
+def test_processes_share_the_configurations_of_tuned_kernels(monkeypatch):
+    peers, taken = load("peers", monkeypatch), []
+    for rank in range(6):
+        kernel = types.SimpleNamespace(configs=[0, 1, 2, 3, 4])
+        stand_in(monkeypatch, "flash_muon.matmul_transpose_triton", mmt_kernel=kernel)
+        peers.take_share_of_configs(rank, 6, ["gns", "flash_muon"])
+        taken += [kernel.configs]
+    assert sorted(sum(taken[:5], [])) == [0, 1, 2, 3, 4] and all(taken)
+
+
 def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
     (tmp_path / "old.csv").write_text("commit,gpu\n")
     command = [sys.executable, FOLDER / "polar.py", "--out", tmp_path / "old.csv"]
@@ -238,7 +333,7 @@ def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch
     rows.append(tmp_path / "table.csv", columns, [common | row for row in rows_of_losses(losses)])
     for name in ("learning_rates.md", "evidence.md"):
         shutil.copy(FOLDER.parent / "docs" / name, tmp_path / name)
-    run_alone("plot_lr.py", tmp_path / "table.csv", "--out", tmp_path / "figures", "--docs", tmp_path)
+    run("plot_lr.py", tmp_path / "table.csv", "--out", tmp_path / "figures", "--docs", tmp_path)
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {"learning_rates_30m.png",
                                                                        "learning_rates_demo.png"}
     text = (tmp_path / "evidence.md").read_text()
