@@ -11,6 +11,7 @@ element is read.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Region:
         """Elements of memory for the sample."""
         return self.rows * self.strata * CHUNK
 
-    def _starts(self) -> torch.Tensor:
+    def starts(self) -> torch.Tensor:
         """Return the column of the first element of each chunk, int64 (rows, strata) on the CPU. A
         chunk may begin before the first column, or end behind the last.
         """
@@ -77,18 +78,25 @@ class Region:
 
     def count(self) -> int:
         """Return how many elements are read."""
-        if self.share == 1:
-            return self.rows * self.cols
-        starts = self._starts()
-        ends = (starts + CHUNK).clamp_(0, self.cols)
-        return int((ends - starts.clamp_(0, self.cols)).sum())
+        return _count(self)
 
     def indices(self) -> torch.Tensor:
         """Return the places of the elements that are read in the local tensor, int64 on the CPU."""
-        columns = self._starts()[..., None] + torch.arange(CHUNK, device="cpu")
+        columns = self.starts()[..., None] + torch.arange(CHUNK, device="cpu")
         rows = torch.arange(self.rows, device="cpu")[:, None, None]
         inside = (columns >= 0) & (columns < self.cols)
         return (self.at + rows * self.stride + columns)[inside]
+
+
+# A step is bound anew whenever a gradient is missing, and for an embedding the count takes 0.4 s
+@functools.lru_cache(maxsize=256)
+def _count(region: Region) -> int:
+    """Compute `Region.count`."""
+    if region.share == 1:
+        return region.rows * region.cols
+    starts = region.starts()
+    ends = (starts + CHUNK).clamp_(0, region.cols)
+    return int((ends - starts.clamp_(0, region.cols)).sum())
 
 
 @dataclass(frozen=True)
