@@ -17,6 +17,7 @@ from tests.test_bucket_updates import cut
 from tests.test_muon import same
 
 SHAPES = [(12, 8), (7, 10), (8, 12), (4, 6, 5), (33, 7), (16, 16)]
+MATRICES = [shape for shape in SHAPES if len(shape) == 2]
 AT = {"state_at_owners": True}
 V = "second_moment_of_elements"
 
@@ -76,8 +77,7 @@ def owners_of(optimizer, params):
 
 
 def sent_and_held(rank, world):
-    place, shapes = by_rows(world), [shape for shape in SHAPES if len(shape) == 2]
-    equal, optimizer, params = both(place, range(2), {"shapes": shapes})
+    equal, optimizer, params = both(by_rows(world), range(2), {"shapes": MATRICES})
     plans = [p for bucket, p in optimizer._preparation._plans[False][0].rank_plans if bucket.route == "exchange"]
     ways = [way for plan in plans for way in (plan.inbound, plan.outbound)]
     kinds = {p.kind for way in ways for p in (*way.leave, *way.arrive)}
@@ -92,7 +92,7 @@ def test_nothing_of_the_state_is_sent_and_kernels_step_it_where_it_lies(optimize
     assert all(equal for equal, *_ in results)
     assert all(kinds == {"matrix", "sent:size"} for _, kinds, *_ in results)
     assert all(in_place == owned for _, _, in_place, owned, _ in results)
-    assert sum(owned for *_, owned, _ in results) == sum(torch.Size(shape).numel() for shape in SHAPES if len(shape) == 2)
+    assert sum(owned for *_, owned, _ in results) == sum(R * C for R, C in MATRICES)
     assert all(t.ndim == 1 and type(t) is torch.Tensor for *_, held in results for t in held)
 
 

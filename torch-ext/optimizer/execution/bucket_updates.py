@@ -14,8 +14,9 @@ update, the polar factor of a whole U.
 
 [Note: momentum and weight together]
 Momentum and weight are written together, after the return all-to-all: a step that raises leaves
-each bucket entirely old or entirely new. Price: gradient and momentum are read twice (8 bytes per
-element in fp32). If the whole step is one CUDA graph, no host error can come in between, and
+each bucket entirely old or entirely new, but for state that kernels step in place, at the owners
+of matrices (`state_at_owners`). Price: gradient and momentum are read twice (8 bytes per element in
+fp32). If the whole step is one CUDA graph, no host error can come in between, and
 momentum is written on the first read (`update_momentum_early`).
 """
 
