@@ -45,8 +45,8 @@ IN = {"8 bits": {"state_dtype": torch.int8}, "halves": {"master_weights": "split
 
 
 def placements_of(layout, world):
-    """(mesh shape, {kind of parameter: placements}); None for the layouts of plain parameters. "NAME at owners" is layout
-    NAME with state_at_owners=True.
+    """(mesh shape, {kind of parameter: placements}); None for the layouts of plain parameters. "NAME at owners" is
+    layout NAME with state_at_owners=True.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard

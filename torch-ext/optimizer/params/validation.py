@@ -469,8 +469,8 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
     if not group["use_muon"]:
         return
     rule = rule_of(group)
-    check_rule_with_options(group, options)
     is_8bit = is_quantized(options.state_dtype)
+    check_rule_with_options(group, options.capturable, is_8bit, options.state_at_owners)
     state, checked = rule.state, set()
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
         if param.requires_grad and param.ndim > 1:

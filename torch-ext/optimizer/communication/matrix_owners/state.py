@@ -115,14 +115,14 @@ def states_of(groups: Sequence[dict]) -> list[StateOf]:
         kept = rule_of(group).state if group["use_muon"] else ()
         names = names_in(group)
         members = zip(group["params"], splits_of(group)) if kept else ()
-        for param, split in [member for member in members if is_dtensor(member[0])]:
+        members = [member for member in members if is_dtensor(member[0])]
+        for (param, split), s in itertools.product(members, kept):
             shape = tuple(param.shape)
-            for s in kept:
-                where = shape, split, param.device_mesh, param.placements, s.per
-                if where not in known:
-                    layout = layout_of(param, shape=split.state_shape(shape, s.per))
-                    known[where] = layout.as_matrices(split, shape, s.per)
-                found.append(StateOf(param, names[param], s.key, known[where], split))
+            where = shape, split, param.device_mesh, param.placements, s.per
+            if where not in known:
+                layout = layout_of(param, shape=split.state_shape(shape, s.per))
+                known[where] = layout.as_matrices(split, shape, s.per)
+            found.append(StateOf(param, names[param], s.key, known[where], split))
     return found
 
 
@@ -137,11 +137,12 @@ def shown(state: dict, groups: Sequence[dict]) -> dict:
         for group, _ in by_group:
             wait_for_all(group, "state_dict()", ADVICE)
         for group, members in by_group:
-            for of, form in zip(members, _agreed_forms(state, members, group)):
-                if form > AT_PLACEMENTS:
-                    held = state[of.param]
-                    placed = _to_placements(of, held[of.key], held[OWNERS_KEY].tolist(), group)
-                    found[of.param][of.key] = placed
+            forms = _agreed_forms(state, members, group)
+            kept = [of for of, form in zip(members, forms) if form > AT_PLACEMENTS]
+            for of in kept:
+                held = state[of.param]
+                placed = _to_placements(of, held[of.key], held[OWNERS_KEY].tolist(), group)
+                found[of.param][of.key] = placed
     return found
 
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...kernels.quantized.blocks import is_quantized
 from ...rules.rule import overrides, reads_gradients, rule_of
 
-if TYPE_CHECKING:
-    from ..config import MuonConfig
 
-
-def check_rule_with_options(group: Mapping[str, Any], options: MuonConfig) -> None:
-    """Raise NotImplementedError if the rule of a Muon group does not work with `options`."""
+def check_rule_with_options(
+    group: Mapping[str, Any], capturable: bool, is_8bit: bool, state_at_owners: bool
+) -> None:
+    """Raise NotImplementedError if the rule of a Muon group does not work with options of the
+    optimizer. `is_8bit`: whether `state_dtype` is int8.
+    """
     rule = rule_of(group)
-    if options.capturable and reads_gradients(rule):
+    if capturable and reads_gradients(rule):
         raise NotImplementedError(
             f"rule={group['rule']!r} overrides `update` or `write`, beside which torch reads "
             "gradients where they lay at the capture of a CUDA graph: leave capturable=True out "
             "(parts of the step are graphs without it), or compute in `before` and `after`"
         )
-    is_8bit = is_quantized(options.state_dtype)
     if is_8bit and overrides(rule, "update"):
         raise NotImplementedError(
             f"rule={group['rule']!r} overrides `update`, which computes momentum in torch, but "
@@ -34,7 +33,7 @@ def check_rule_with_options(group: Mapping[str, Any], options: MuonConfig) -> No
             "state_dtype=torch.int8 would round in every step: use state_dtype=torch.bfloat16 or "
             "torch.float32, or another rule"
         )
-    if options.state_at_owners and rule.state and rule.selection(group) is not None:
+    if state_at_owners and rule.state and rule.selection(group) is not None:
         raise NotImplementedError(
             f"rule={group['rule']!r} selects rows, and their state, where both are stored, but "
             "with state_at_owners=True only the owner of a matrix has the state: leave the option "
