@@ -239,11 +239,15 @@ def _pieces(of: StateOf, owners: Sequence[int]) -> Iterator[tuple[Number, int, i
     """
     layout, me = of.layout, this_rank()
     for (at, unit), owner in zip(layout.matrices, owners, strict=True):
-        for rank in () if owner < 0 else layout.ranks if owner == me else (me,):
-            leading = layout.boxes[rank][:-2]
-            if all(first <= i < end for i, (first, end) in zip(at, leading)):
-                for box, start in layout.unit_boxes(rank, unit):
-                    yield (at, unit), owner, rank, box, start
+        ranks = () if owner < 0 else layout.ranks if owner == me else (me,)
+        for rank in [rank for rank in ranks if _has_leading(layout.boxes[rank], at)]:
+            for box, start in layout.unit_boxes(rank, unit):
+                yield (at, unit), owner, rank, box, start
+
+
+def _has_leading(box: Box, at: tuple[int, ...]) -> bool:
+    """Whether leading indices lie in a box of a parameter."""
+    return all(first <= i < end for i, (first, end) in zip(at, box))
 
 
 def _stored(
