@@ -22,12 +22,12 @@ AT = {"state_at_owners": True}
 V = "second_moment_of_elements"
 
 
-def by_rows(world):
-    """A function that cuts a tensor by rows over all ranks."""
+def by_rows(world, device="cpu", dim=0):
+    """A function that cuts a tensor by rows, or along another dim, over all ranks."""
     from torch.distributed.tensor import Shard, init_device_mesh
 
-    mesh = init_device_mesh("cpu", (world,))
-    return lambda full: cut(full, mesh, [Shard(0)])
+    mesh = init_device_mesh(device, (world,))
+    return lambda full: cut(full.to(device), mesh, [Shard(dim)])
 
 
 def built(place, shapes=SHAPES, rule="adamuon", **options):
@@ -118,6 +118,22 @@ def test_it_has_the_bits_of_state_beside_weights_in_every_way_to_step(optimizer)
         assert [way for way, equal in found.items() if not equal] == []
 
 
+def on_gpus(rank, world):
+    """Launched, captured and replayed, in parts and as a whole; large matrices beside small ones."""
+    place, shapes = by_rows(world, "cuda"), [*SHAPES, (512, 384), (256, 1024)]
+    ways = {**WAYS, "capturable": ({"capturable": True}, {})}
+    ways["many buckets"] = {"workspace_bytes": 4 << 20, "rule": "hyperball"}, {}
+    return {way: both(place, range(4), {"shapes": shapes, **options}, **gradients)[0]
+            for way, (options, gradients) in ways.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+def test_and_on_gpus(optimizer):
+    for found in run_ranks(2, on_gpus, backend="nccl"):
+        assert [way for way, equal in found.items() if not equal] == []
+
+
 def moves(rank, world):
     """Owners change, state is copied, deleted and created: always with the bits of state beside weights."""
     place, runs, seen = by_rows(world), [], []
@@ -154,13 +170,19 @@ def moves(rank, world):
         params = optimizer.param_groups[0]["params"]
         train(optimizer, params, place, [6])
         results.append(shown(optimizer, params))
+        # The model is sharded otherwise, after the optimizer was built
+        by_columns = by_rows(world, dim=1)
+        params = [nn.Parameter(by_columns(p.full_tensor())) for p in params]
+        optimizer.param_groups[0]["params"] = params
+        train(optimizer, params, by_columns, [7])
+        results.append(shown(optimizer, params))
         runs.append(results)
     return [same(*pair) for pair in zip(*runs)], seen[2] != seen[3]
 
 
 def test_state_follows_its_owners(optimizer):
     results = run_threads(3, moves)
-    assert all(equal == [True] * 4 for equal, _ in results)
+    assert all(equal == [True] * 5 for equal, _ in results)
     assert all(moved for _, moved in results)
 
 

@@ -128,9 +128,13 @@ def states_of(groups: Sequence[dict]) -> list[StateOf]:
 
 def shown(state: dict, groups: Sequence[dict]) -> dict:
     """Return the state with DTensors, placed like their parameters, in place of state at owners.
-    Collective; raises RuntimeError, before any collective, if a rank does not call in time.
+    Collective if any state is at owners; then raises RuntimeError, before any collective, if a rank
+    does not call in time.
     """
     found = {p: {k: v for k, v in held.items() if k != OWNERS_KEY} for p, held in state.items()}
+    # Before the first step, and after a load, all state is placed like its parameters
+    if not any(OWNERS_KEY in held for held in state.values()):
+        return found
     with errors.during("state_dict(), which all ranks call together with state_at_owners=True"):
         # A rank that saves alone gets an error, before it issues a collective
         by_group = _by_process_group(states_of(groups))
