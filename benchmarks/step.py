@@ -103,8 +103,8 @@ def arguments():
     parser.add_argument("--models", nargs="+", default=["gpt2_124m"], choices=MODELS, help="which models' matrices")
     parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=MESHES, help="how the parameters are laid out")
     parser.add_argument("--optimizers", nargs="+", default=["muon"],
-                        choices=["muon", "normuon", *dict.fromkeys(IN_8_BITS + IN_BF16 + ON_HOST), *WITH_METRICS, *RULES,
-                                 *AT_OWNERS])
+                        choices=["muon", "normuon", *dict.fromkeys(IN_8_BITS + IN_BF16 + ON_HOST), *WITH_METRICS,
+                                 *RULES, *AT_OWNERS])
     parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph", "replay"],
                         help="graph: step() with capturable=True; replay: of a CUDA graph of one's own that holds a "
                         "step, which is how peers are timed under a graph")
