@@ -30,9 +30,9 @@ def by_rows(world, device="cpu", dim=0):
     return lambda full: cut(full.to(device), mesh, [Shard(dim)])
 
 
-def built(place, shapes=SHAPES, rule="adamuon", **options):
+def built(place, shapes=SHAPES, rule="adamuon", dtype=torch.float32, **options):
     generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(place(torch.randn(shape, generator=generator))) for shape in shapes]
+    params = [nn.Parameter(place(torch.randn(shape, generator=generator).to(dtype))) for shape in shapes]
     named = [(f"w{i}", p) for i, p in enumerate(params)]
     return params, package().Muon(named, lr=0.1, rule=rule, **options)
 
@@ -42,7 +42,7 @@ def train(optimizer, params, place, numbers, missing=(), broken=None):
     for number in numbers:
         generator = torch.Generator().manual_seed(100 + number)
         for i, p in enumerate(params):
-            gradient = torch.randn(p.shape, generator=generator)
+            gradient = torch.randn(p.shape, generator=generator).to(p.dtype)
             if i == broken:
                 gradient.view(-1)[0] = torch.nan
             p.grad = None if i in missing else place(gradient)
@@ -100,7 +100,9 @@ WAYS = {
     "a missing gradient": ({}, {"missing": [1, 3]}),
     "skip": ({"nonfinite": "skip"}, {"broken": 2}),
     "during backward": ({"overlap_backward": True}, {}),
+    "during forward": ({"overlap_forward": True, "momentum_form": "sum"}, {}),
     "8 bits": ({"state_dtype": torch.int8}, {}),
+    "halves": ({"dtype": torch.bfloat16, "master_weights": "split16", "decay": "initial"}, {"missing": [0]}),
     "many buckets": ({"workspace_bytes": 40_000, "rule": "hyperball"}, {}),
 }
 
