@@ -57,7 +57,8 @@ def shown(optimizer, params):
     """Copies of the local tensors of all weights, and of all state as a state dict has it."""
     state = optimizer.state_dict()["state"]
     held = [t for number in sorted(state) for _, t in sorted(state[number].items())]
-    return [part("params.dtensor").local_of(t).clone() for t in (*params, *held)]
+    found = [part("params.dtensor").local_of(t).clone() for t in (*params, *held)]
+    return [t.view(torch.int16) if t.dtype == torch.bfloat16 else t for t in found]  # rests are any bits
 
 
 def both(place, numbers, options, **gradients):

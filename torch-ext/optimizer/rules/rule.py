@@ -87,7 +87,8 @@ class State:
 
     `per`: which part of an (R, C) matrix a number belongs to: "element" (R, C), "row" (R, 1),
     "column" (1, C) or "matrix" (1, 1). `dtype`: as stored, fp32 or bf16; phases see fp32. State per
-    element is sent to the owner and back in fp32 in every step: 8 bytes of traffic per element.
+    element is sent to the owner and back in fp32 in every step, 8 bytes of traffic per element,
+    unless owners store it (`state_at_owners`).
     """
 
     key: str
