@@ -30,6 +30,7 @@ from ..rules.decay import INITIAL_KEY
 from ..rules.elementwise import DEFAULT, elementwise_of
 from ..rules.muon import REST_KEY, SETTLED, STEPS_KEY, SUM_KEY
 from ..rules.rule import (
+    OWNERS_KEY,
     SCALE_KEY,
     all_state_keys,
     group_state_dtype,
@@ -499,7 +500,7 @@ def _foreign_entries(state: object) -> dict:
     keeps.
     """
     # max_exp_avg_sq: of torch's AdamW with amsgrad
-    known = (*all_state_keys(), "max_exp_avg_sq")
+    known = (*all_state_keys(), "max_exp_avg_sq", OWNERS_KEY)
     return {key: value for key, value in state.items() if key not in known}
 
 

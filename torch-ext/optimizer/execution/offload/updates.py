@@ -57,9 +57,10 @@ class OffloadedState:
         during_backward = self.options.overlap_backward and self.travels
         return self.selection is None and not during_backward
 
-    def _kinds_in_place(self) -> list[str]:
+    @property
+    def _states_in_place(self) -> list[str]:
         """State of each element is copied from its slot into the stacks."""
-        return [kind for kind in super()._kinds_in_place() if not is_offloaded(kind)]
+        return [key for key in super()._states_in_place if not is_offloaded(key)]
 
     def _momentum_args(self, pieces: Sequence[Piece], means: Means | None = None) -> tuple:
         """See `BoundUpdate`."""
