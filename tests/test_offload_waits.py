@@ -141,8 +141,10 @@ class Program:
 
     def __init__(self, recorder, slots):
         self.scheduling, self.recorder = part("execution.offload.scheduler"), recorder
-        self.memory = part("execution.offload.memory").HostMemory([4] * ITEMS, torch.device("cpu"))
-        self.views = [self.memory.view(i, (1,), (1,), torch.float32) for i in range(ITEMS)]
+        # Two blocks, as where some states came later
+        self.memory, half = part("execution.offload.memory").HostBlocks(), ITEMS // 2
+        blocks = [self.memory.add([4] * half, torch.device("cpu")) for _ in range(2)]
+        self.views = [block.view(i, (1,), (1,), torch.float32) for block in blocks for i in range(half)]
         self.expected = [float(i) for i in range(ITEMS)]
         for view, value in zip(self.views, self.expected):
             view.fill_(value)
@@ -181,7 +183,8 @@ class Program:
     def read(self):
         """What the host does between steps: it waits, reads, and writes."""
         self.scheduler.wait()
-        self.recorder.add("host", HOST, [self.memory.flat], [self.memory.flat])
+        blocks = [block.flat for block in self.memory.blocks]
+        self.recorder.add("host", HOST, blocks, blocks)
         assert [view.item() for view in self.views] == self.expected
         self.views[0].add_(1)
         self.expected[0] += 1

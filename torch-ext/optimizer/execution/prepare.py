@@ -346,7 +346,7 @@ class Preparation:
                 self._memory_key = self._param_forms = self.fingerprint = None
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
-        self.place.pack(plans, state, device_of(groups))
+        self.place.pack(plans, state, groups)
         key = *memory_key(params, state, groups), scaled, collects
         if key != self._memory_key:
             forms = [form_of(p) for p in params]

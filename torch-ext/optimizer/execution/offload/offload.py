@@ -38,16 +38,16 @@ class Offload(StatePlace):
     """The host memory of an optimizer's state, and the transfers of the bound step."""
 
     def __init__(self, options: MuonConfig) -> None:
-        self.host = HostState(options.offload_state)
+        self.host = HostState(options)
         self.scheduler: Scheduler | None = None  # of the last bound step
 
-    def pack(self, plans: Sequence[Plan], state: dict, device: torch.device) -> None:
+    def pack(self, plans: Sequence[Plan], state: dict, groups: Sequence[dict]) -> None:
         """Move state to host memory, see `HostState.pack`."""
-        self.host.pack(plans, state, device)
+        self.host.pack(plans, state, groups)
 
     def begin(self, device: torch.device) -> None:
         """Begin to bind a step: its parts are fetched into new slots."""
-        slots = slots_for(self.host.memory.nbytes)
+        slots = slots_for(self.host.step_bytes)
         self.scheduler = Scheduler(streams_for(device), device, *slots)
 
     def store(self, plan: Plan, state: dict, inputs: PlanInputViews) -> OffloadStore:
@@ -84,7 +84,7 @@ class Offload(StatePlace):
 
     def holds(self, local: torch.Tensor) -> bool:
         """See `StatePlace`."""
-        return self.host.memory is not None and self.host.memory.holds(local)
+        return self.host.memory.holds(local)
 
     def slots(self) -> list[torch.Tensor]:
         """See `StatePlace`."""

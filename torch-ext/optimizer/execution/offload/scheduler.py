@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...state.create import outside_inference_mode
-from .memory import ALIGNMENT, HostMemory
+from .memory import ALIGNMENT, HostBlocks, HostMemory
 from .streams import COMPUTE, INWARD, OUTWARD, CopyStreams, NoStreams
 
 # One part is computed, one is fetched, one is written back. Further slots are filled while matrices
@@ -49,7 +49,7 @@ class Part:
     """State that one launch reads or writes, in ranges of host memory and in a slot."""
 
     def __init__(
-        self, memory: HostMemory, views: Sequence[torch.Tensor], writes: bool = True
+        self, memory: HostBlocks, views: Sequence[torch.Tensor], writes: bool = True
     ) -> None:
         """`views`: dense views of `memory`. `writes`: whether the launch changes the state."""
         self.memory = memory
@@ -58,7 +58,7 @@ class Part:
         self.slot: Slot | None = None
         self.offsets: list[int] = []  # of each range in the slot, in bytes
         self.nbytes = 0
-        for start, stop in self.ranges:
+        for _, start, stop in self.ranges:
             # Elements keep their alignment, on which the accesses of kernels depend
             self.nbytes += -self.nbytes % ALIGNMENT + start % ALIGNMENT
             self.offsets.append(self.nbytes)
@@ -68,24 +68,33 @@ class Part:
         """Give the part its slot, at fixed addresses; None: take it away."""
         self.slot = slot
         self.copies = []  # (memory in the slot, host memory)
-        for offset, (start, stop) in zip(self.offsets, self.ranges if slot is not None else ()):
+        ranges = self.ranges if slot is not None else ()
+        for offset, (block, start, stop) in zip(self.offsets, ranges):
             place = slot.memory[offset : offset + stop - start]
-            self.copies.append((place, self.memory.flat[start:stop]))
+            self.copies.append((place, block.flat[start:stop]))
 
     def on_device(self, view: torch.Tensor) -> torch.Tensor:
         """The counterpart in the slot of one of the views, or of a view inside of one."""
-        start = self.memory.offset_of(view)
-        first, stop = next((a, b) for a, b in self.ranges if a <= start < b)
-        offset = self.offsets[self.ranges.index((first, stop))]
-        place = self.slot.memory[offset + start - first : offset + stop - first]
+        number, block, first, stop = next(
+            (number, *span) for number, span in enumerate(self.ranges) if _is_in(view, *span)
+        )
+        offset = self.offsets[number] - first
+        place = self.slot.memory[offset + block.offset_of(view) : offset + stop]
         nbytes = place.numel() // view.itemsize * view.itemsize
         return place[:nbytes].view(view.dtype).as_strided(view.shape, view.stride())
 
     def overlaps(self, other: Part) -> bool:
         """Whether two parts share host memory."""
-        return self.memory is other.memory and any(
-            a < d and c < b for a, b in self.ranges for c, d in other.ranges
+        return any(
+            one is two and a < d and c < b
+            for one, a, b in self.ranges
+            for two, c, d in other.ranges
         )
+
+
+def _is_in(view: torch.Tensor, block: HostMemory, start: int, stop: int) -> bool:
+    """Whether a view begins in a range of a block."""
+    return start <= block.offset_of(view) < stop
 
 
 class Scheduler:
