@@ -586,7 +586,7 @@ def test_a_checkpoint_of_split_weights_is_refused_when_it_is_loaded(optimizer, t
     saved, file = other.state_dict(), tmp_path / "state.safetensors"
     before, groups = held([weight], opt), [dict(group) for group in opt.param_groups]
     optimizer.export_state(other, file)
-    with pytest.raises(ValueError, match="group 0 was saved with master_weights='split16'.*without offload_state.*remove"):
+    with pytest.raises(ValueError, match="group 0 was saved with master_weights.*without offload_state.*remove"):
         opt.load_state_dict(saved) if way == "load_state_dict" else optimizer.import_state(opt, file)
     assert same(before, held([weight], opt)) and opt.param_groups == groups
     opt.step()

@@ -1,5 +1,5 @@
-"""Host memory of offloaded state: blocks, each one flat allocation, pinned for a GPU, with a view of
-each state.
+"""Host memory of offloaded state: blocks, each one flat allocation, pinned for a GPU, with a view
+of each state.
 
 Neighbouring state of a block is copied at once: the copies of a launch take few calls.
 """
