@@ -111,7 +111,7 @@ class InParts:
                 self._rehearse(number, arguments)
             else:
                 launch = functools.partial(self._bind(number), *arguments)
-                self.scheduler.run(part, launch)
+                self.scheduler.run(part, launch, self.parts[number + 1 :])
 
     def _rehearse(self, number: int, arguments: tuple) -> None:
         """Launch a part in a dry run, which compiles kernels only."""
