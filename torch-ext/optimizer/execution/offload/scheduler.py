@@ -157,9 +157,7 @@ class Scheduler:
         """Give `part` a slot for launches that are only compiled."""
         part.place_in(self._slot(0))
 
-    def run(
-        self, part: Part, launch: Callable[[], None], following: Sequence[Part] = ()
-    ) -> None:
+    def run(self, part: Part, launch: Callable[[], None], following: Sequence[Part] = ()) -> None:
         """Have `part` on the device, call `launch` on the current stream, and write back.
         `following`: parts that run next.
         """
