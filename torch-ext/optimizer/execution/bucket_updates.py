@@ -464,10 +464,6 @@ class LocalUpdate(BoundUpdate):
     def step(self, constants: MuonConstants) -> None:
         """Launch all kernels of the bucket."""
         self._run_pack(self.pack_all, constants)
-        self.finish(constants)
-
-    def finish(self, constants: MuonConstants) -> None:
-        """Launch all kernels of the bucket but `pack_all`."""
         self.load()
         self._run_iteration(constants)
         self._run_weight_update(self.update_all)

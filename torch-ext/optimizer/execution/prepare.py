@@ -624,15 +624,14 @@ def reserve(
     travels = [BUCKET_UPDATES[bucket.route].travels for _, _, bucket, _ in tasks]
     counts = itertools.accumulate(travels, initial=0)
     numbers = [count if one else local_number for count, one in zip(counts, travels)]
-    apart = _stacks_apart(tasks, options)
-    while True:
+    limit = options.workspace_bytes
+    for names in (_stacks_apart(tasks, options), [None] * len(tasks)):
         workspace = Workspace(buffer_count, device)
-        for (_, _, _, rank_plan), number, name in zip(tasks, numbers, apart):
+        for (_, _, _, rank_plan), number, name in zip(tasks, numbers, names):
             workspace.reserve(number, rank_plan, name)
-        limit = options.workspace_bytes
-        if not any(apart) or limit is None or sum(workspace.sizes.values()) <= limit:
-            return workspace, numbers, apart
-        apart = [None] * len(tasks)
+        if limit is None or sum(workspace.sizes.values()) <= limit:
+            break
+    return workspace, numbers, names
 
 
 def _stacks_apart(tasks: Sequence[BucketTask], options: MuonConfig) -> list[str | None]:

@@ -28,7 +28,7 @@ from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
 from ..rules.decay import INITIAL_KEY
 from ..rules.elementwise import DEFAULT, elementwise_of
-from ..rules.muon import MASTER_KEY, REST_KEY, SETTLED, STEPS_KEY, SUM_KEY, is_split
+from ..rules.muon import REST_KEY, SETTLED, STEPS_KEY, SUM_KEY
 from ..rules.rule import (
     SCALE_KEY,
     all_state_keys,
@@ -41,7 +41,7 @@ from .consolidated import refuse_elsewhere
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
-from .weights.split import check_rest, warn_of_rests
+from .weights.split import check_place, check_rest, warn_of_rests
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
@@ -444,7 +444,7 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
         _check_options(number, group, saved)
         _check_kind(number, group, saved)
         rule = with_saved_rule(group, saved)
-        _check_place(number, rule, options[number])
+        check_place(number, rule, options[number])
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
                 members.append((param, rule, name_of(group, i), loaded["state"][key]))
@@ -464,19 +464,6 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
         param: _restored_state(param, group, state, splits[param], of_param[param])
         for param, group, _, state in members
     }
-
-
-def _check_place(number: int, group: dict, options: MuonConfig) -> None:
-    """Raise ValueError for weights that the loaded options of a group split, if state is offloaded.
-    `group`: with the saved options.
-    """
-    if options.offload_state and any(is_split(group, param) for param in group["params"]):
-        raise ValueError(
-            f"parameter group {number} was saved with {MASTER_KEY}={group[MASTER_KEY]!r}, which "
-            "offload_state excludes: load the state dict into an optimizer without offload_state, "
-            f"or remove {MASTER_KEY!r} from the group of the state dict, and the weights go on as "
-            "bf16 weights, without the bits beyond"
-        )
 
 
 def _checked(

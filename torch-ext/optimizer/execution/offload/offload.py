@@ -122,7 +122,7 @@ class Transfers(StepHook):
         """Fetch the first parts. Raises RuntimeError inside a CUDA graph."""
         _refuse_capture(self.scheduler.device)
         for bucket in self.scheduler.buckets:
-            bucket.is_packed = False
+            bucket.begin_step()
         self._wait_if_missing()
         self.scheduler.prefetch()
 

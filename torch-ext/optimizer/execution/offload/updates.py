@@ -30,7 +30,15 @@ from ...planning.rank_plan import Piece, sent_piece
 from ...rules import elementwise
 from ...rules.decay import INITIAL_KEY, form_of
 from ...rules.rule import MuonConstants, host_constants, is_offloaded, momentum_key
-from ..bucket_updates import BucketInputs, LocalUpdate, Means, ShardedUpdate, UnreducedUpdate, Views
+from ..bucket_updates import (
+    BucketInputs,
+    Gradients,
+    LocalUpdate,
+    Means,
+    ShardedUpdate,
+    UnreducedUpdate,
+    Views,
+)
 from ..cuda_graphs import Graphs
 from ..elementwise_updates import (
     ElementwiseUpdate,
@@ -213,18 +221,25 @@ class OffloadedLocalUpdate(OffloadedState, LocalUpdate):
         if not self.is_packed:
             self.is_packed = True
             with self.store.scheduler.packing(self.packed):
-                self._run_pack(self.pack_all, host_constants(self.group))
+                super()._run_pack(self.pack_all, host_constants(self.group))
 
-    def step(self, constants: MuonConstants) -> None:
-        """See `LocalUpdate`."""
+    def begin_step(self) -> None:
+        """Forget what a step that raised has packed."""
+        self.is_packed = False
+
+    def _run_pack(
+        self, pack: Launch, constants: MuonConstants, gradients: Gradients | tuple[()] = ()
+    ) -> None:
+        """See `BoundUpdate`. U of the next bucket is written, too, and U of this one may be there
+        already.
+        """
         buckets = self.store.scheduler.buckets
         if in_dry_run() or self not in buckets:
-            return super().step(constants)
+            return super()._run_pack(pack, constants, gradients)
         for bucket in buckets[(at := buckets.index(self)) : at + 2]:
             bucket.pack_early()
         self.store.scheduler.wait_for(self.packed)
         self.is_packed = False
-        self.finish(constants)
 
 
 class OffloadedShardedUpdate(OffloadedState, ShardedUpdate):
