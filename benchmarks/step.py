@@ -59,6 +59,7 @@ ON_HOST = ("muon_offload", "muon_bf16_offload")  # with momentum on the host
 WITH_METRICS = ("muon_metrics",)  # with collect_metrics
 RULES = ("normuon_columns", "normuon_aspect", "adamuon", "muon_plus", "hyperball", "scion", "dion2",
          "dion3")  # by name, of matrices
+OPTIMIZERS = dict.fromkeys(("muon", "normuon") + IN_8_BITS + IN_BF16 + ON_HOST + WITH_METRICS + RULES)
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
 REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 OTHER_WORK = 25, 8192  # so many bf16 products of square matrices of this size take 40 ms on an H100
@@ -102,7 +103,7 @@ def arguments():
     parser.add_argument("--models", nargs="+", default=["gpt2_124m"], choices=MODELS, help="which models' matrices")
     parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=MESHES, help="how the parameters are laid out")
     parser.add_argument("--optimizers", nargs="+", default=["muon"],
-                        choices=["muon", "normuon", *dict.fromkeys(IN_8_BITS + IN_BF16 + ON_HOST), *WITH_METRICS, *RULES])
+                        choices=list(OPTIMIZERS))
     parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph", "replay"],
                         help="graph: step() with capturable=True; replay: of a CUDA graph of one's own that holds a "
                         "step, which is how peers are timed under a graph")
