@@ -410,3 +410,61 @@ def test_sharded_buckets_are_packed_beside_newton_schulz(dropped, monkeypatch):
     watch(monkeypatch, lambda: Recorder(dropped))
     for routes, races in run_threads(2, sharded, dropped):
         assert routes == ["exchange"] * 4 and races == (dropped is not None)
+
+
+# Streams of CUDA
+
+
+class FakeStream:
+    made = []
+
+    def __init__(self, device, priority=0):
+        self.device, self.priority = device, priority
+        self.made.append(self)
+
+
+class FakeMemory:
+    def __init__(self):
+        self.told = []
+
+    def record_stream(self, stream):
+        assert stream not in self.told
+        self.told.append(stream)
+
+
+def test_the_allocator_knows_every_stream_that_uses_a_slot(monkeypatch):
+    """Also streams of callers that step once, or launch during backward, and slots that come later."""
+    streams, device = part("execution.offload.streams"), torch.device("cuda", 1)
+    users = [FakeStream(device) for _ in range(2)]
+    current, first, second = [users[0]], FakeMemory(), FakeMemory()
+    FakeStream.made.clear()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    kept = {}
+    ours = streams.CopyStreams(device, kept)
+    ours.share(first)
+    assert first.told and set(first.told) == {ours.streams[name] for name in ("inward", "outward", "pack")}
+    for user in (users[0], users[1], users[0]):
+        current[0] = user
+        assert ours._stream("compute") is user
+    ours.share(second)
+    assert set(first.told) == set(second.told) == {*FakeStream.made, *users}
+    # Torch has 32 streams of a priority: those of the last binding are taken again, on one device
+    again = streams.CopyStreams(device, kept)
+    assert len(FakeStream.made) == 3 and again.streams == ours.streams and again.shared == []
+    assert streams.CopyStreams(torch.device("cuda", 0), kept).streams["pack"].device.index == 0
+
+
+def test_nothing_is_waited_for_or_fetched_during_a_capture(monkeypatch):
+    """A wait of the host would end the capture; whoever captures has synchronized before."""
+    params, opt = build(offload_state=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    waits, place = [], opt._preparation.place
+    monkeypatch.setattr(place.scheduler.streams, "synchronize", waits.append)
+    monkeypatch.setattr(part("execution.offload.offload"), "capturing", lambda device: True)
+    opt.wait()
+    assert waits == []
+    with pytest.raises(RuntimeError, match="inside a CUDA graph of your own"):
+        place.prefetch()
