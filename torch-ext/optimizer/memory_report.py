@@ -21,7 +21,7 @@ from .execution.elementwise_updates import StatePlace
 from .execution.offload.offload import slots_for
 from .execution.offload.placement import KeptBytes
 from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
-from .execution.workspace import buffer_name
+from .execution.workspace import buffer_name, layout_of
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
 from .kernels.quantized.blocks import BLOCK as BLOCK_8BIT
 from .kernels.quantized.blocks import is_quantized
@@ -596,7 +596,7 @@ def _workspace_of(bound: BoundStep) -> dict[str, torch.UntypedStorage]:
     for update, _ in bound.all_jobs:
         if update.bucket is None:
             continue
-        for use, (memory, _) in update.rank_plan.workspace_layout()[0].items():
+        for use, (memory, _) in layout_of(update.rank_plan, update.stack_name)[0].items():
             key = update.buffer_index if memory == "bucket_buffer" else memory
             found[buffer_name(key)] = update.memory[use].untyped_storage()
     return found

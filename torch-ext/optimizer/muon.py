@@ -507,7 +507,7 @@ class Muon(MetricsMethods):
             else:
                 pipeline.run(jobs, closing)
 
-    @waits_for_updates
+    @waits_for_updates(reads_state=False)
     def last_backward(self) -> contextlib.AbstractContextManager:
         """Context manager for the backward of the last micro-batch before a step.
 

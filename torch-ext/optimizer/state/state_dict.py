@@ -42,7 +42,7 @@ from .consolidated import refuse_elsewhere
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
-from .weights.split import check_rest, warn_of_rests
+from .weights.split import check_place, check_rest, warn_of_rests
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
@@ -445,6 +445,7 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
         _check_options(number, group, saved)
         _check_kind(number, group, saved)
         rule = with_saved_rule(group, saved)
+        check_place(number, rule, options[number])
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
                 members.append((param, rule, name_of(group, i), loaded["state"][key]))
