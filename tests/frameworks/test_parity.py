@@ -12,7 +12,7 @@ import yaml
 from tests.frameworks import parity
 from tests.frameworks.common import run
 from tests.frameworks.parity import TOLERANCE, VALUES, InParts, Model, deviation, theirs_and_ours, weights
-from tests.frameworks.test_configs import module_of, olmo, recipe
+from tests.frameworks.test_configs import module_of, olmo_core_optim, recipe
 from tests.ranks import package, part
 
 DION = {"momentum_form": "sum", "ns_coefficients": "polar_express_dion", "nesterov": False}  # as MuonFactory names it
@@ -138,9 +138,10 @@ def test_nemo_automodel(monkeypatch):
     assert deviation(*results) <= TOLERANCE
 
 
-def test_olmo_core(olmo, monkeypatch):
+def test_olmo_core(monkeypatch):
     """Its `MuonConfig`, which calls dion, beside the recipe of the page, on its transformer."""
     pytest.importorskip("dion")
+    olmo = olmo_core_optim(monkeypatch)
     from olmo_core.nn.transformer import TransformerConfig
     from olmo_core.optim.muon import MuonConfig
 

@@ -1,4 +1,4 @@
-"""Fifty steps on 2 ranks under FSDP2. run_parity.py {trainer,fabric}: says how far the weights are from torch's Muon."""
+"""Fifty steps on 2 ranks with FSDP2. run_parity.py {trainer,fabric}: says how far the weights are from torch's Muon."""
 
 from __future__ import annotations
 
