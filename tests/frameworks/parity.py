@@ -35,7 +35,7 @@ class Model(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(2))
-        # No LayerNorm: gradients before it have a singular value of rounding errors, which Muon makes as large as the rest
+        # No LayerNorm: gradients before it have a singular value of rounding errors, which Muon makes large
         self.norm = nn.RMSNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         torch.manual_seed(0)
@@ -233,7 +233,7 @@ def train_in_fabric(choice: tuple[type, dict], shards: bool = False) -> dict[str
 
 
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, call: Callable | None = None) -> dict:
-    """A loop of one's own, for frameworks whose config and optimizer alone are compared. `call`: the loss of a batch."""
+    """A plain loop, where only the framework's config and optimizer are compared. `call`: the loss of a batch."""
     for batch in loader():
         loss = call(batch) if call else model(**batch)["loss"]
         loss.backward()
