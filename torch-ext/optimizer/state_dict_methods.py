@@ -12,6 +12,7 @@ import torch.distributed as dist
 from .communication.matrix_owners import state as at_owners
 from .communication.owner_state import Shared, state_for_checkpoint
 from .execution.overlap.forward import ForwardOverlapMethods, waits_for_updates
+from .params.checks.saved_function import without_functions
 from .params.config import MuonConfig
 from .params.dtensor import local_of
 from .params.errors import names_in
@@ -22,7 +23,7 @@ from .rules.muon import REST_KEY
 from .rules.rule import sharded_keys
 from .state import create
 from .state.consolidated import check_target, consolidate
-from .state.state_dict import Loading, called_by_checkpoint, without_functions, without_splits
+from .state.state_dict import Loading, called_by_checkpoint, without_splits
 from .state.weights.split import (
     local_weights,
     master_weight,

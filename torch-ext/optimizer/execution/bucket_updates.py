@@ -160,12 +160,7 @@ class BoundUpdate(BucketUpdate):
         some = SaveSelected(
             chosen, store.states(parts), [views[p] for p in parts], store.skip(parts)
         )
-
-        def save_all() -> None:
-            save()
-            some()
-
-        return save_all
+        return lambda: (save(), some())
 
     def _kept_views(self, dtype: torch.dtype | None = None) -> dict[Piece, torch.Tensor]:
         """Workspace of pieces stored and owned by this rank, in no all-to-all.
@@ -251,7 +246,7 @@ class BoundUpdate(BucketUpdate):
             self._sent(pieces, orthogonal),
             self.store.weights(pieces),
             whole_or(pieces, orthogonal, selected, members),
-            self._scales(pieces),
+            [self._scale(p.matrix) for p in pieces],
             self.store.skip(pieces),
             *(self._momentum_args(pieces, means) or (None, (), ())),
             self._groups(pieces),
@@ -285,12 +280,10 @@ class BoundUpdate(BucketUpdate):
         """Number of the parameter group of each piece, in `Store.groups`."""
         return [self.store.group_of[p.matrix.param] for p in pieces]
 
-    def _scales(self, pieces: Sequence[Piece]) -> list[float]:
-        """Factor on the learning rate of each piece, from the shape of the whole matrix."""
-        return [self._scale(p.matrix) for p in pieces]
-
     def _scale(self, matrix: Matrix) -> float:
-        """Factor on the learning rate of a matrix. `matrix.rows` may count selected rows only."""
+        """Factor on the learning rate of a matrix, from the shape of all of it: `matrix.rows` may
+        count selected rows only.
+        """
         shape = self.store.layouts["matrix"][matrix.param].unit_shapes[matrix.unit]
         return muon.scale_of_shape(*shape, self.adjust_lr_fn)
 

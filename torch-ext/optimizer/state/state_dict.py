@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..communication.redistribute import place_like
 from ..kernels.quantized.blocks import is_quantized
+from ..params.checks.saved_function import has_function, with_function
 from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
@@ -52,7 +53,6 @@ ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
 SPLITS = "split", "transposed"  # missing from groups without a split
 LABELS = ("param_names", "name", *SPLITS)
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
-FUNCTION = "function"  # in a state dict, in place of a function as adjust_lr_fn
 
 
 def called_by_checkpoint() -> bool:
@@ -84,39 +84,6 @@ def without_splits(state_dict: dict) -> dict:
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "param_groups": groups}
-
-
-def without_function(group: dict) -> dict:
-    """Return a group with FUNCTION in place of a function as adjust_lr_fn: torch.save cannot write
-    a lambda, and torch.load would have to import the function.
-    """
-    return {**group, "adjust_lr_fn": FUNCTION} if callable(group.get("adjust_lr_fn")) else group
-
-
-def without_functions(state_dict: dict) -> dict:
-    """Return `state_dict` with `without_function` of each group."""
-    return {**state_dict, "param_groups": list(map(without_function, state_dict["param_groups"]))}
-
-
-def has_function(saved: dict) -> bool:
-    """Return whether the options `saved` of a group hold FUNCTION as adjust_lr_fn."""
-    scale = saved.get("adjust_lr_fn")
-    return isinstance(scale, str) and scale == FUNCTION
-
-
-def with_function(number: int, saved: dict, own: dict) -> dict:
-    """Return the options `saved` with the function of the own group `number` in place of FUNCTION.
-    Raises ValueError if the own group, one of Muon, has none.
-    """
-    if not has_function(saved):
-        return saved
-    if own["use_muon"] and not callable(own["adjust_lr_fn"]):
-        raise ValueError(
-            f"parameter group {number} was saved with a function as adjust_lr_fn, which no "
-            f"checkpoint holds, but has adjust_lr_fn={own['adjust_lr_fn']!r} here: pass the "
-            "function to the optimizer, or set adjust_lr_fn in the group of the state dict"
-        )
-    return {**saved, "adjust_lr_fn": own["adjust_lr_fn"]}
 
 
 class Loading:
