@@ -251,7 +251,8 @@ def test_orthogonality_error(shape, rtol, optimizer):
                          ids=str)
 def test_orthogonality_error_in_the_dtype_of_O(dtype, atol, part, device):
     """Of nearly orthogonal matrices, up to 16 rows exact but for rounding: in a stack and in pieces, wide and tall."""
-    sample, Rows = part("metrics.collector").OrthogonalitySample, part("kernels.elementwise.row_scattered").ScatteredRows
+    sample = part("metrics.collector").OrthogonalitySample
+    Rows = part("kernels.elementwise.row_scattered").ScatteredRows
     O = torch.linalg.qr(torch.randn(64, 16))[0].mT * torch.linspace(0.8, 1.2, 16)[:, None]
     O = O.to(device, dtype)
     wide = O.double()
