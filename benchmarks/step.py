@@ -61,7 +61,9 @@ ON_HOST = ("muon_offload", "muon_bf16_offload")  # with momentum on the host
 WITH_METRICS = ("muon_metrics",)  # with collect_metrics
 RULES = ("normuon_columns", "normuon_aspect", "adamuon", "muon_plus", "hyperball", "scion", "dion2",
          "dion3")  # by name, of matrices
-OPTIMIZERS = dict.fromkeys(("muon", "normuon") + IN_8_BITS + IN_BF16 + ON_HOST + WITH_METRICS + RULES)
+AT_OWNERS = {f"{rule}_at_owners": rule for rule in ("adamuon", "normuon", "hyperball")}  # with state_at_owners
+OPTIMIZERS = dict.fromkeys(("muon", "normuon") + IN_8_BITS + IN_BF16 + ON_HOST + WITH_METRICS + RULES
+                           + tuple(AT_OWNERS))
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
 REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 OTHER_WORK = 25, 8192  # so many bf16 products of square matrices of this size take 40 ms on an H100
@@ -187,6 +189,8 @@ class Measurement:
         room = self.options.workspace_mib
         kind = package.NorMuon if self.optimizer in ("normuon", "normuon_int8") else package.Muon
         rule = {"rule": self.optimizer} if self.optimizer in RULES else {}
+        if self.optimizer in AT_OWNERS:
+            rule = {"rule": AT_OWNERS[self.optimizer], "state_at_owners": True}
         if self.optimizer in IN_8_BITS:
             rule = {"state_dtype": torch.int8}
         if self.optimizer == "muon_split16":

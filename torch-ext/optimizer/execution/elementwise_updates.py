@@ -275,8 +275,10 @@ class StatePlace:
     execution/offload has the other place, host memory.
     """
 
-    def pack(self, plans: Sequence[Plan], state: dict, device: torch.device) -> None:
-        """Put the state of `plans` where it belongs; called before a step is bound."""
+    def pack(self, plans: Sequence[Plan], state: dict, groups: Sequence[dict]) -> None:
+        """Put the state of `plans` where it belongs; called before a step is bound. `groups`: all
+        parameter groups.
+        """
 
     def begin(self, device: torch.device) -> None:
         """Begin to bind a step."""
