@@ -247,6 +247,23 @@ def test_orthogonality_error(shape, rtol, optimizer):
     assert math.isclose(opt.metrics().groups[0].orthogonality_error, error, rel_tol=rtol)
 
 
+@pytest.mark.parametrize("dtype, atol", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)],
+                         ids=str)
+def test_orthogonality_error_in_the_dtype_of_O(dtype, atol, part, device):
+    """Of nearly orthogonal matrices, up to 16 rows exact but for rounding: in a stack and in pieces, wide and tall."""
+    sample = part("metrics.collector").OrthogonalitySample
+    Rows = part("kernels.elementwise.row_scattered").ScatteredRows
+    O = torch.linalg.qr(torch.randn(64, 16))[0].mT * torch.linspace(0.8, 1.2, 16)[:, None]
+    O = O.to(device, dtype)
+    wide = O.double()
+    error = ((wide @ wide.mT - torch.eye(16, device=device)).norm() / 4).item()
+    pieces = [O[:8].contiguous(), O[8:].contiguous()]
+    for stack in (torch.stack([O, O]), torch.stack([O.mT, O.mT]), Rows([[O], pieces]), Rows([[O], pieces]).mT):
+        one = sample(stack, 1, 0)
+        one.measure()
+        assert math.isclose(one.error().item(), error, abs_tol=atol) and error > 0.2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_values_do_not_depend_on_the_default_dtype(dtype, optimizer):
     """Sums and probes were kept in it: steps failed half-way. Errors of a small matrix are exact, and estimated of a

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.nn.functional import mse_loss
 
 from ..kernels.elementwise.multi_tensor import Squares
 from ..kernels.elementwise.row_scattered import ScatteredRows
@@ -28,7 +27,7 @@ from .regions import regions_of, regions_of_rows
 
 COLUMNS = 7  # of a table: the fields of `values.Sums`
 PROBES = 16  # random vectors that estimate the orthogonality error; exact for short sides up to 16
-# Elements of the largest matrix that is sampled: it is copied to fp32 (4 MiB)
+# Elements of the largest matrix that is sampled
 SAMPLED_ELEMENTS = 1 << 20
 # Old weights that are saved at a time, where another library's kernels step them
 SAVED_ELEMENTS = 1 << 22
@@ -53,6 +52,10 @@ class OrthogonalitySample:
             signs = torch.randint(2, (n, PROBES), generator=generator, device="cpu") * 2 - 1
             probes = signs.float() / math.sqrt(PROBES)
         self.probes = probes.to(stack.device)
+        # In 16 bits the products have O's dtype, in which the probes are exact: a cast of O would
+        # be a further launch, and products in fp32 are slow. Rounding adds 0.002 in quadrature
+        dtype = stack.dtype if stack.dtype.itemsize == 2 else torch.float32
+        self.narrow_probes = self.probes.to(dtype)
         # n times the square of the error: a step has the fewest launches
         self.square = torch.zeros((), dtype=torch.float32, device=stack.device)
 
@@ -60,11 +63,14 @@ class OrthogonalitySample:
         """Write `square`, without a wait of the host."""
         if in_dry_run():
             return
-        X = self.stack[self.index : self.index + 1].float()[0]
+        is_scattered = isinstance(self.stack, ScatteredRows)
+        X = self.stack.matrix(self.index) if is_scattered else self.stack[self.index]
+        X = X.to(self.narrow_probes.dtype)
         if X.shape[0] > X.shape[1]:
             X = X.mT
-        found = X @ (X.mT @ self.probes)
-        self.square.copy_(mse_loss(found, self.probes, reduction="sum"))
+        # The difference is in fp32
+        rest = (X @ (X.mT @ self.narrow_probes) - self.probes).view(-1)
+        torch.dot(rest, rest, out=self.square)
 
     def error(self) -> torch.Tensor:
         """Return the error, fp64 on the device."""
