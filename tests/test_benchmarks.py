@@ -598,7 +598,8 @@ def test_runs_that_diverge_are_followed_by_lower_rates(monkeypatch):
 def test_convergence_goes_on_where_it_ended(optimizer, tmp_path, monkeypatch):
     """A call that ends after four runs, and another one: rows are trained once."""
     out = tmp_path / "convergence.csv"
-    common = "convergence.py", "--size", "tiny", "--steps", 2, "--eager", "--optimizers", "muon", "--out", out
+    common = ("convergence.py", "--size", "tiny", "--steps", 2, "--eager", "--optimizers", "muon", "--data",
+              FOLDER.parent / "tests", "--out", out)
     run(*common, "--runs", 4)
     with open(out, newline="") as file:
         first = list(csv.DictReader(file))
