@@ -690,6 +690,17 @@ def test_the_sweep_leaves_out_packages_that_are_not_there_and_other_texts(sweep,
         convergence.Sweep(options)
 
 
+def test_an_optimizer_whose_run_fails_is_left_out_and_others_go_on(sweep, capsys):
+    convergence, options = sweep
+    running = convergence.Sweep(options)
+    run = convergence.Run("keller", 1e-2, 1e-3, 1e-3, 0)
+    running.end(run, "Traceback: no")
+    assert running.names == ["adamw", "dion_normuon", "split16"] and running.failed == ["keller"]
+    assert "keller is left out from here on:\nTraceback: no" in capsys.readouterr().out and not options.out.exists()
+    running.end(run, dict.fromkeys(convergence.COLUMNS, "1"))
+    assert len(importlib.import_module("rows").read(options.out)) == 1
+
+
 def test_the_plan_says_at_least_how_many_runs_are_missing(monkeypatch):
     sweep = load("convergence", monkeypatch)
     names = ["adamw", "muon", "torch_muon", "split16"]
