@@ -457,6 +457,12 @@ def test_step_measures_every_mode_and_is_drawn(optimizer, tmp_path):
     common = ["--models", "tiny", "--ranks", 2, "--steps", 2, "--warmup", 1, "--commit", "abc"]
     modes = ["fsdp", "hsdp", "hsdp4", "tp_fsdp", "ddp", "ddp_sharded", "reduce", "allreduce", "single"]
     assert "than 2 ranks: hsdp4\n" in run("step.py", *common, "--modes", *modes, "--out", tmp_path / "step.csv")
+    run("step.py", *common, "--modes", "tp_fsdp", "--adamw", "--turns", 2, "--optimizers", "muon", "muon_metrics",
+        "--out", tmp_path / "metrics.csv")
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        turns = list(csv.DictReader(file))
+    assert [row["optimizer"] for row in turns] == 2 * ["muon", "muon_metrics"]
+    assert {row["model"] for row in turns} == {"tiny_adamw"} and all(float(row["median_ms"]) > 0 for row in turns)
     text = run("step.py", *common, "--modes", "fsdp", "ep", "--runs", "eager", "graph", "--optimizers", "normuon",
                "--layers", 1, 3, "--trace", tmp_path, "--report", "--out", tmp_path / "step.csv")
     with open(tmp_path / "step.csv", newline="") as file:
@@ -518,6 +524,10 @@ def test_shapes_of_models(monkeypatch):
     elements = {name: sum(math.prod(shape) for shape in models.shapes_of(name)) for name in models.MODELS}
     assert 1.00e12 < elements["kimi_k2"] < 1.05e12 and 6.9e9 < elements["llama3_8b"] < 7.1e9
     assert len(models.shapes_of("kimi_k2", 2)) == 2 * (5 + 3 + 3) + 3 and len(models.shapes_of("gpt2_124m", 30)) == 180
+    # With what AdamW steps, all parameters of openai-community/gpt2 and of meta-llama/Llama-3.1-8B
+    for name, count in (("gpt2_124m", 124_439_808), ("llama3_8b", 8_030_261_248)):
+        elements[name] += sum(math.prod(shape) for shape in models.shapes_of(name, of=models.ADAMW))
+        assert elements[name] == count
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
