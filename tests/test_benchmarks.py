@@ -608,7 +608,8 @@ def test_runs_that_diverge_are_followed_by_lower_rates(monkeypatch):
 def test_convergence_goes_on_where_it_ended(optimizer, tmp_path, monkeypatch):
     """A call that ends after four runs, and another one: rows are trained once."""
     out = tmp_path / "convergence.csv"
-    common = "convergence.py", "--size", "tiny", "--steps", 2, "--eager", "--optimizers", "muon", "--out", out
+    common = ("convergence.py", "--size", "tiny", "--steps", 2, "--eager", "--optimizers", "muon", "--data",
+              FOLDER.parent / "tests", "--out", out)
     run(*common, "--runs", 4)
     with open(out, newline="") as file:
         first = list(csv.DictReader(file))
@@ -697,6 +698,17 @@ def test_the_sweep_leaves_out_packages_that_are_not_there_and_other_texts(sweep,
     importlib.import_module("rows").append(options.out, convergence.COLUMNS, [row])
     with pytest.raises(SystemExit, match=r"the text has [\d.]+ MB, that of the rows of .* 0.1 MB"):
         convergence.Sweep(options)
+
+
+def test_an_optimizer_whose_run_fails_is_left_out_and_others_go_on(sweep, capsys):
+    convergence, options = sweep
+    running = convergence.Sweep(options)
+    run = convergence.Run("keller", 1e-2, 1e-3, 1e-3, 0)
+    running.end(run, "Traceback: no")
+    assert running.names == ["adamw", "dion_normuon", "split16"] and running.failed == ["keller"]
+    assert "keller is left out from here on:\nTraceback: no" in capsys.readouterr().out and not options.out.exists()
+    running.end(run, dict.fromkeys(convergence.COLUMNS, "1"))
+    assert len(importlib.import_module("rows").read(options.out)) == 1
 
 
 def test_the_plan_says_at_least_how_many_runs_are_missing(monkeypatch):
