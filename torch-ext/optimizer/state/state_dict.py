@@ -30,6 +30,7 @@ from ..rules.decay import INITIAL_KEY
 from ..rules.elementwise import DEFAULT, elementwise_of
 from ..rules.muon import REST_KEY, SETTLED, STEPS_KEY, SUM_KEY
 from ..rules.rule import (
+    OWNERS_KEY,
     SCALE_KEY,
     all_state_keys,
     group_state_dtype,
@@ -41,7 +42,7 @@ from .consolidated import refuse_elsewhere
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
-from .weights.split import check_rest, warn_of_rests
+from .weights.split import check_place, check_rest, warn_of_rests
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
@@ -444,6 +445,7 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
         _check_options(number, group, saved)
         _check_kind(number, group, saved)
         rule = with_saved_rule(group, saved)
+        check_place(number, rule, options[number])
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
                 members.append((param, rule, name_of(group, i), loaded["state"][key]))
@@ -499,7 +501,7 @@ def _foreign_entries(state: object) -> dict:
     keeps.
     """
     # max_exp_avg_sq: of torch's AdamW with amsgrad
-    known = (*all_state_keys(), "max_exp_avg_sq")
+    known = (*all_state_keys(), "max_exp_avg_sq", OWNERS_KEY)
     return {key: value for key, value in state.items() if key not in known}
 
 
