@@ -216,6 +216,41 @@ def test_it_is_told_where_state_cannot_go(optimizer):
         assert f"{V} of parameter w1 is at other places on some ranks of its mesh: load the state on all" in differs
 
 
+def changed(rank, world):
+    """What a step and a save say after a change that state at owners cannot follow; then the way out."""
+    place, told = by_rows(world), []
+    shapes = [(16, 16), (8, 8)]
+    for key, value in (("split", {"columns": [8, 8]}), ("rule", "muon"), ("params", None)):
+        params, optimizer = built(place, shapes, **AT)
+        group = optimizer.param_groups[0]
+        if key == "split":
+            group[key] = [{"rows": [8, 8]}, None]
+        train(optimizer, params, place, [0])
+        # As many matrices as before, each of as many elements
+        new = [value, None] if key == "split" else value
+        group[key] = [nn.Parameter(torch.ones(p.shape)) for p in params] if key == "params" else new
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+        for call in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(RuntimeError) as raised:
+                call()
+            told.append(str(raised.value))
+        if key != "params":
+            for p in params:
+                del optimizer.state[p][V]
+            train(optimizer, params, place, [1])
+            told.append(sorted(optimizer.state_dict()["state"][0]) == sorted({"momentum_buffer", *[V] * (key != "rule")}))
+    return told
+
+
+def test_state_of_other_matrices_is_neither_read_nor_saved(optimizer):
+    for told in run_threads(2, changed):
+        split, rule, plain = told[:3], told[3:6], told[6:]
+        assert all("but the parameter was resized, cut by another split, replaced" in text for text in split[:2] + plain)
+        assert all("but the rule of the parameter's group has changed, and reads no" in text for text in rule[:2])
+        assert split[2] and rule[2]
+
+
 def lone_call(rank, world):
     place = by_rows(world)
     params, optimizer = built(place, [(6, 4), (4, 6)], **AT)

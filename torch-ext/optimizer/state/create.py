@@ -167,8 +167,7 @@ def check_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
             by_rows = plan.state_rows is not None
             held = state.get(p, {})
             layouts = {key: of_key[number] for key, of_key in plan.state_layouts.items()}
-            owners = plan.matrix_owners[number] if plan.matrix_owners is not None else ()
-            at_owners.check(held, layouts, owners, plan.names[number])
+            at_owners.check(held, p, layouts, plan.split(number), plan.names[number])
             _check_shapes(held, p, plan.names[number], plan.split(number), by_rows)
             # Also SGD's and sign's, which have the keys of matrices
             for key in {"momentum_buffer", SUM_KEY}.intersection(state_keys(plan.group)):

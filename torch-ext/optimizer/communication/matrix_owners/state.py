@@ -3,8 +3,9 @@ owners and the placements of the parameters.
 
 With the option, the owner of a matrix stores the state that a rule reads there. Each rank has one
 flat tensor for a parameter and a key: the state of the matrices that the rank owns, row-major, in
-the order of `Layout.matrices`. Entry OWNERS_KEY of the parameter's state has the owners, so that
-state can move without the plan that chose the owners. In state dicts the state appears as DTensors
+the order of `Layout.matrices`. Entry OWNERS_KEY of the parameter's state has the owners, then a
+number for the split, so that state can move without the plan that chose the owners, and never
+moves by the matrices of another split. In state dicts the state appears as DTensors
 with the placements of the parameter. `shown` and `move` are collective: all ranks of a mesh call
 them together.
 """
@@ -80,29 +81,51 @@ def is_at_owners(state: Mapping[str, torch.Tensor], key: str) -> bool:
     return OWNERS_KEY in state and key != OWNERS_KEY and is_plain and value.ndim == 1
 
 
+def owners_in(state: Mapping[str, torch.Tensor]) -> list[int]:
+    """Return the owners of the matrices of a parameter, from entry OWNERS_KEY of its state."""
+    return state[OWNERS_KEY].tolist()[:-1]
+
+
 def check(
-    state: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], owners: tuple, name: str
+    state: Mapping[str, torch.Tensor],
+    param: torch.Tensor,
+    layouts: Mapping[str, Layout],
+    split: Split,
+    name: str,
 ) -> None:
-    """Raise RuntimeError if state of a parameter lies at owners from which `move` cannot take it.
-    `layouts`: key -> layout of the state. `owners`: wanted; () if state shall not be at owners.
+    """Raise RuntimeError if state of a parameter lies at owners from which it cannot be taken.
+    `layouts`: key -> layout of the state that the rule reads. `split`: how the parameter is cut.
     """
-    keys = [key for key in state if is_at_owners(state, key)]
-    if not keys:
-        return
-    old = state[OWNERS_KEY].tolist()
-    for key in keys:
-        layout = layouts.get(key)
-        fits = layout is not None and bool(owners) and len(old) == len(owners)
-        fits = fits and set(old) <= {-1, *layout.ranks}
-        if fits:
-            size = places_at(this_rank(), layout, old, state[key].itemsize)[1]
-            fits = size == len(state[key])
-        if not fits:
+    for key in [key for key in state if is_at_owners(state, key)]:
+        begin = f"{key} of parameter {name} is kept by the owners of its matrices, but"
+        if is_dtensor(param) and key not in layouts:
             raise RuntimeError(
-                f"{key} of parameter {name} is kept by the owners of its matrices, but the "
-                "parameter was resized, replaced by a plain tensor or moved to other ranks: save "
-                "state_dict() before such a change, and load it afterwards, or delete the entry"
+                f"{begin} the rule of the parameter's group has changed, and reads no {key}: "
+                "delete the entry in the optimizer's `state`, or set the former rule"
             )
+        if not (is_dtensor(param) and _fits(state, key, param, layouts[key], split)):
+            raise RuntimeError(
+                f"{begin} the parameter was resized, cut by another split, replaced by a plain "
+                "tensor or moved to other ranks: save state_dict() before such a change, and load "
+                "it afterwards, or delete the entry"
+            )
+
+
+def _fits(
+    state: Mapping[str, torch.Tensor], key: str, param: torch.Tensor, layout: Layout, split: Split
+) -> bool:
+    """Whether the flat tensor of this rank, and the owners, are those of `layout` and `split`."""
+    old = owners_in(state)
+    if state[OWNERS_KEY][-1] != _number_of((split, tuple(param.shape))):
+        return False
+    if len(old) != len(layout.matrices) or not set(old) <= {-1, *layout.ranks}:
+        return False
+    return places_at(this_rank(), layout, old, state[key].itemsize)[1] == len(state[key])
+
+
+def _number_of(value: object) -> int:
+    """Return a number > 0 for a value, by its `repr`: equal on all ranks."""
+    return 1 + int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
 def states_of(groups: Sequence[dict]) -> list[StateOf]:
@@ -129,7 +152,7 @@ def states_of(groups: Sequence[dict]) -> list[StateOf]:
 def shown(state: dict, groups: Sequence[dict]) -> dict:
     """Return the state with DTensors, placed like their parameters, in place of state at owners.
     Collective if any state is at owners; then raises RuntimeError, before any collective, if a rank
-    does not call in time.
+    does not call in time, or if state cannot be taken from its owners (`check`).
     """
     found = {p: {k: v for k, v in held.items() if k != OWNERS_KEY} for p, held in state.items()}
     # Before the first step, and after a load, all state is placed like its parameters
@@ -137,7 +160,9 @@ def shown(state: dict, groups: Sequence[dict]) -> dict:
         return found
     with errors.during("state_dict(), which all ranks call together with state_at_owners=True"):
         # A rank that saves alone gets an error, before it issues a collective
-        by_group = _by_process_group(states_of(groups))
+        members = states_of(groups)
+        _check_all(state, members, groups)
+        by_group = _by_process_group(members)
         for group, _ in by_group:
             wait_for_all(group, "state_dict()", ADVICE)
         for group, members in by_group:
@@ -145,9 +170,21 @@ def shown(state: dict, groups: Sequence[dict]) -> dict:
             kept = [of for of, form in zip(members, forms) if form > AT_PLACEMENTS]
             for of in kept:
                 held = state[of.param]
-                placed = _to_placements(of, held[of.key], held[OWNERS_KEY].tolist(), group)
+                placed = _to_placements(of, held[of.key], owners_in(held), group)
                 found[of.param][of.key] = placed
     return found
+
+
+def _check_all(state: dict, members: Sequence[StateOf], groups: Sequence[dict]) -> None:
+    """`check` of all parameters of `groups`. `members`: result of `states_of`."""
+    layouts: dict[int, dict[str, Layout]] = {}
+    for of in members:
+        layouts.setdefault(id(of.param), {})[of.key] = of.layout
+    for group in groups:
+        names = names_in(group)
+        for param, split in zip(group["params"], splits_of(group)):
+            of_param = layouts.get(id(param), {})
+            check(state.get(param, {}), param, of_param, split, names[param])
 
 
 def move(
@@ -172,7 +209,8 @@ def move(
             }
             # Together: a collective that fails leaves owners that belong to the state
             held.update(moved)
-            held[OWNERS_KEY] = torch.tensor(owners, dtype=torch.int64, device="cpu")
+            number = _number_of((of_param[0].split, tuple(of_param[0].param.shape)))
+            held[OWNERS_KEY] = torch.tensor([*owners, number], dtype=torch.int64, device="cpu")
 
 
 def _moved(
@@ -181,7 +219,7 @@ def _moved(
     """Return the flat tensor of state for `owners`. `held`: the parameter's state."""
     value = held[of.key]
     if form > AT_PLACEMENTS:
-        old = held[OWNERS_KEY].tolist()
+        old = owners_in(held)
         if old == owners:
             return value
         value = _to_placements(of, value, old, group)
@@ -216,8 +254,7 @@ def _form(state: Mapping, of: StateOf) -> int:
         return MISSING
     if not is_at_owners(held, of.key):
         return AT_PLACEMENTS
-    text = repr(held[OWNERS_KEY].tolist())
-    return 1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    return _number_of(held[OWNERS_KEY].tolist())
 
 
 def _agreed_forms(
