@@ -315,6 +315,27 @@ def test_a_copy_has_memory_of_its_own():
     assert not {*addresses_of(opt)} & {*addresses_of(twin)}
 
 
+def copied_shards(rank, world):
+    """A copy, and a load of a copied state dict, of state sharded like DTensors."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    params, opt = build(lambda t: cut(t, mesh, [Shard(0)]), shapes=SHAPES[:2], others=[(8, 8)], offload_state=True)
+    for step in range(2):
+        give(params, step, lambda t: cut(t, mesh, [Shard(0)]))
+        opt.step()
+    twins, twin = copy.deepcopy((params, opt))
+    twin.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for ps, one in ((params, opt), (twins, twin)):
+        give(ps, 2, lambda t: cut(t, mesh, [Shard(0)]))
+        one.step()
+    return same(held(params, opt), held(twins, twin))
+
+
+def test_state_of_dtensors_is_copied():
+    assert all(run_threads(2, copied_shards))
+
+
 def test_state_that_the_user_changes_is_used():
     """Between steps, in place or as new tensors; parameters that change places keep their state."""
     results = []

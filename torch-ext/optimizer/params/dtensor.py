@@ -148,7 +148,15 @@ def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
     # A shard on the host would be copied to the devices of the mesh, a shard without memory is not
     empty = torch.empty_like(local, device="meta")
     spec = as_dtensor(empty, like.shape, like.device_mesh, like.placements, like.stride())._spec
-    return DTensor(local, spec, requires_grad=False)
+    if not local.storage_offset():
+        return DTensor(local, spec, requires_grad=False)
+    # torch gives a DTensor the storage offset of its shard, but no storage. `copy.deepcopy` raises
+    # for a DTensor with an offset (torch 2.13), so the DTensor is made of a shard without an offset
+    sizes, strides = local.shape, local.stride()
+    first = torch.empty_strided(sizes, strides, dtype=local.dtype, device=local.device)
+    found = DTensor(first, spec, requires_grad=False)
+    found._local_tensor = local
+    return found
 
 
 def on_mesh_device(tensor: torch.Tensor) -> torch.Tensor:

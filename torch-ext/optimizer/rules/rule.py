@@ -75,8 +75,8 @@ from .muon import (
 
 PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
 SCALE_KEY = "momentum_scale"  # state of 8-bit momentum, beside the numbers: a scale for each block
-# Entry beside state at owners (`state_at_owners`): the owner of each matrix of the parameter, then a
-# number for the split, int64 on the CPU, in no state dict
+# Entry beside state at owners (`state_at_owners`): the owner of each matrix of the parameter, then
+# a number for the split, int64 on the CPU, in no state dict
 OWNERS_KEY = "matrix_owners"
 
 
