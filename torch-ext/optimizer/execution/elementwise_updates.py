@@ -54,6 +54,7 @@ class ElementwiseUpdate(BucketUpdate):
         self.splits = store.rest_of(0) is not None  # of all parameters, or of none
         keys = elementwise.state_keys_of(store.groups[0], store.params[0])
         self.states = [store.locals(key) for key in keys]
+        self.averages = len(elementwise.averages_of(store.groups[0], store.params[0]))
         self.flags = flags_of(store, range(len(self.weights)))
         # Rows of sums, and parts of the parameters that are stepped at a time; None: no sums
         self.rows, self.parts = None, [slice(None)]
@@ -87,7 +88,8 @@ class ElementwiseUpdate(BucketUpdate):
             rests = states[-1] if self.splits else ()
             old = wide_copies(W, rests)
             elementwise.step_skipping_flagged(flags, W, G, states, group, store.scalars)
-            write_squares(self.rows[some], old, wide_weights(W, rests), states[0])
+            M = elementwise.wide_averages(states[: self.averages])
+            write_squares(self.rows[some], old, wide_weights(W, rests), M)
 
 
 class UnreducedElementwiseUpdate(OwnerUpdate):
@@ -110,7 +112,8 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         self._bind_buffers(gradient_dtype(first), torch.float32 if self.splits else first.dtype)
         gradients = self._bind_gradients(stored, owned)
         self.rule = elementwise.elementwise_of(store.groups[0])  # of all groups of the bucket
-        keys = self.rule.averages
+        # Averages are in 8 bits in all groups of the bucket, or in none
+        keys = elementwise.averages_of(store.groups[store.group_of[0]], first)
         weights, held = store.weights(owned), [store.states(owned, key) for key in keys]
         wide = [torch.empty(w.shape, dtype=torch.float32, device="meta") for w in weights]
         # Step counts are scalars of their own, which torch's kernel advances with each tensor
@@ -120,14 +123,14 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         copies += [[step.clone() for step in some] for some in steps]
         W, *states = copies
         self.halves = self._halves(W, owned) if self.splits else []
-        # (rows of sums, weights, copies of weights, copies of the first average) of owned chunks
-        self.collected = self._bind_sums(owned, weights, W, states[0])
+        # (rows of sums, weights, copies of weights, copies of averages) of owned chunks
+        self.collected = self._bind_sums(owned, weights, W, *states[: len(keys)])
         # Weights, unless they are split, state and counts of the owner
         self.current = [*itertools.chain(*([] if self.splits else [weights]), *held, *steps)]
         self.stepped = [*itertools.chain(*(states if self.splits else copies))]  # of `current`
         means = [g.view(w.shape) for g, w in zip(gradients, W)]
         self.by_group = self._bind_groups(owned, [W, means, *states])
-        self.without_rows = self._bind_counts()
+        self.without_rows = self._bind_counts(keys[0])
         self.halves_received: list[tuple] = []  # as `halves`, of other owners
         self._bind_weights(owned, W)
 
@@ -165,9 +168,9 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
             found.append((flags, W, G, states, self.store.groups[number], scalars))
         return found
 
-    def _bind_counts(self) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    def _bind_counts(self, key: str) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """(step counts, flags) of parameters with the first chunk in the bucket and no rows owned
-        by the rank.
+        by the rank. `key`: of the first average.
 
         The counts advance on the rank as well: state must be equal on every rank.
         """
@@ -175,7 +178,7 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
             return [], None
         state = [self.store.state[p] for p in self.store.params]
         begun = [m.param for m in self.bucket.matrices if m.at[0] == 0]
-        without = [n for n in begun if not state[n][self.rule.averages[0]].numel()]
+        without = [n for n in begun if not state[n][key].numel()]
         return [state[number]["step"] for number in without], flags_of(self.store, without)
 
     def _bind_weights(self, owned: list[Piece], W: list[torch.Tensor]) -> None:
@@ -230,7 +233,8 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
     def apply(self, constants: object) -> None:
         """Write weights, state and step counts."""
         if self.collected is not None:
-            rows, W, stepped, M = self.collected
+            rows, W, stepped, *averages = self.collected
+            M = elementwise.wide_averages(averages)
             rests = [rest for _, _, rest in self.halves]
             write_squares(rows, wide_copies(W, rests), stepped, M)
         copy_torch(self.current, self.stepped)
