@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.paths import quiet, take
-from tests.ranks import package, part, run_threads
+from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_bucket_updates import cut
 from tests.test_muon import same
+from tests.test_overlap_backward import come
 
 pytestmark = quiet
 
@@ -280,14 +281,14 @@ def steps_on(rank, world, layout, then=None, steps=(range(2), range(2, 4)), save
     for where, some, dtype in zip(filter(None, (layout, then)), steps, dtypes):
         place, options = place_on(rank, world, where)
         params = [nn.Parameter(place(f)) for f in fulls]
-        muon = adamw_of(params, dtype, nonfinite="skip", **options, **dict(more))
+        muon = adamw_of(params, dtype, **{"nonfinite": "skip", **options, **dict(more)})
         if saved is not None:
             muon.load_state_dict(saved)
         for i in some:
             muon.zero_grad()
             with muon.last_backward():
                 for p, g in zip(params, gradients[i]):
-                    p.grad = place(g)
+                    come(p, place(g))
             muon.step()
         muon.wait()
         saved = muon.state_dict()
@@ -339,8 +340,8 @@ def test_a_load_into_another_layout_goes_on_with_the_bits(layout, then, dtypes, 
 @pytest.mark.parametrize("option", ["overlap_backward", "overlap_forward"])
 def test_overlap_leaves_the_bits(option, optimizer):
     more = {"nonfinite": "propagate", option: True}
-    expected = steps_on(0, 1, "alone", steps=[range(1)], more={"nonfinite": "propagate"})
-    for found in run_threads(4, steps_on, "unreduced", None, [range(1)], None, more):
+    expected = steps_on(0, 1, "alone", steps=[[0, 2, 3]], more={"nonfinite": "propagate"})
+    for found in run_threads(4, steps_on, "unreduced", None, [[0, 2, 3]], None, more):
         assert different(found, expected) == []
 
 
@@ -409,3 +410,268 @@ def test_a_load_converts_averages(was, now, way, optimizer, tmp_path):
         assert all(torch.equal(state[key], value) for key, value in expected.items())
     go_on(others, heir, [3])
     assert sorted(heir.state[others[0]]) == sorted([*expected, "step"]) and heir.state[others[0]]["step"] == 4
+
+
+def by_checkpoint(rank, world, was, now, folder):
+    """Keys that differ after a load by torch.distributed.checkpoint into other placements; or the text of its error."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh, states = init_device_mesh("cpu", (world,)), []
+    full = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
+    for dtype, dim in ((was, 0), (now, 1)):
+        p = nn.Parameter(cut(full, mesh, [Shard(dim)]))
+        muon = adamw_of([p], dtype)
+        if dim == 0:
+            for seed in range(2):
+                p.grad = cut(torch.randn(6, 256, generator=torch.Generator().manual_seed(seed)), mesh, [Shard(0)])
+                muon.step()
+            dcp.save({"optimizer": muon.state_dict()}, checkpoint_id=folder)
+        else:
+            muon.init_state()
+            loaded = {"optimizer": muon.state_dict()}
+            try:
+                dcp.load(loaded, checkpoint_id=folder)
+            except BaseException as error:
+                return str(error)
+            muon.load_state_dict(loaded["optimizer"])
+        states.append({key: getattr(t, "full_tensor", lambda t=t: t)() for key, t in muon.state[p].items()})
+    assert muon.param_groups[0].get("state_dtype") is now
+    return [key for key in states[0] if not torch.equal(states[0][key], states[1][key])]
+
+
+def test_a_checkpoint_of_torch_keeps_the_bits_or_misses_keys(optimizer, tmp_path):
+    assert run_ranks(2, by_checkpoint, INT8, INT8, tmp_path / "8 bits") == [[], []]
+    for was, now, key in ((INT8, None, "exp_avg"), (None, INT8, "exp_avg_8bit")):
+        for message in run_ranks(2, by_checkpoint, was, now, tmp_path / f"{now}"):
+            assert "Missing key" in message and key in message
+
+
+def by_torch(rank, world, was, now, sharded, broadcast=False):
+    """Averages after a load by torch's set_optimizer_state_dict of full tensors, and the saved ones, in fp32."""
+    from torch.distributed.checkpoint import state_dict as dsd
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    found = []
+    for dtype in (was, now):
+        torch.manual_seed(0)
+        model = nn.Linear(70, 4, bias=False)
+        if sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        muon = adamw_of(list(model.parameters()), dtype, ["weight"])
+        if not found:
+            (p,) = model.parameters()
+            p.grad = torch.full_like(p, 0.3)
+            muon.step()
+            options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
+            saved = dsd.get_optimizer_state_dict(model, muon, options=options)
+        else:
+            options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+            dsd.set_optimizer_state_dict(model, muon, {} if broadcast and rank else saved, options=options)
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            muon.step()
+        (state,) = [{key: getattr(t, "full_tensor", lambda t=t: t)() for key, t in one.items()}
+                    for one in muon.state.values()]
+        if "exp_avg" not in state:
+            state["exp_avg"] = part("kernels.quantized.blocks").dequantize(*(state[key] for key in KEYS[::2]))
+        found.append((state["exp_avg"], state["step"]))
+    return found
+
+
+@pytest.mark.parametrize("was, now", [(INT8, INT8), (None, INT8), (INT8, None)], ids=str)
+def test_full_state_dicts_of_torch_are_converted(was, now, optimizer):
+    for sharded in (True, False):
+        for (m, step), (again, next_step) in run_ranks(2, by_torch, was, now, sharded):
+            assert m.all() and next_step == 2 and step == 1
+            torch.testing.assert_close(again, 0.9 * m, rtol=0.02, atol=0)
+
+
+DAMAGES = {
+    "no scales": (lambda s: s.pop("exp_avg_scale"), "exp_avg_scale"),
+    "no numbers": (lambda s: s.pop("exp_avg_sq_8bit"), "exp_avg_sq_8bit"),
+    "scales of other blocks": (lambda s: s.update(exp_avg_scale=torch.ones(20, 2)), r"exp_avg_scale .*\(20, 2\)"),
+    "other numbers": (lambda s: s.update(exp_avg_sq_8bit=s["exp_avg_sq_8bit"].to(INT8)),
+                      "exp_avg_sq_8bit of parameter a has dtype torch.int8"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("dtype", [INT8, None], ids=str)
+def test_damaged_state_is_refused(damage, dtype, optimizer):
+    change, message = DAMAGES[damage]
+    _, source = trained(INT8, [0])
+    saved = copy.deepcopy(source.state_dict())
+    change(saved["state"][0])
+    _, muon = trained(dtype, [1])
+    before = copy.deepcopy(muon.state_dict()["state"])
+    with pytest.raises(ValueError, match=message):
+        muon.load_state_dict(saved)
+    for number, state in muon.state_dict()["state"].items():
+        assert same(list(state.values()), list(before[number].values()))
+
+
+# faults ------------------------------------------------------------------------------------------------------------
+
+def state_of(optimizer, param):
+    return [t.clone() for t in (param.detach(), *optimizer.state[param].values())]
+
+
+@pytest.mark.parametrize("fault", ["missing", "scaler", "scaler in step", "raise"])
+def test_a_step_that_is_left_out_changes_nothing(fault, optimizer):
+    options = {"raise": {"nonfinite": "raise"}, "scaler in step": {"unscale_in_step": True}}.get(fault, {})
+    params, muon = trained(INT8, [0], **options)
+    before = state_of(muon, params[0])
+    others = state_of(muon, params[1])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    gradients = [torch.randn(p.shape) for p in params]
+    gradients[0][3, 70] = math.inf
+    muon.zero_grad()
+    for p, g in zip(params, gradients):
+        p.grad = None if fault == "missing" and p is params[0] else g
+    if "scaler" in fault:
+        scaler.scale(torch.zeros(()))
+        scaler.step(muon)
+        scaler.update()
+        assert scaler.get_scale() == 1.0
+    elif fault == "raise":
+        with pytest.raises(RuntimeError, match="nonfinite|non-finite|NaN"):
+            muon.step()
+    else:
+        muon.step()
+    assert same(state_of(muon, params[0]), before)
+    assert same(state_of(muon, params[1]), others) == (fault != "missing")
+
+
+def test_a_nan_spoils_its_block_alone(optimizer):
+    """nonfinite="propagate"; a load repairs it."""
+    params, muon = trained(INT8, [0])
+    saved = copy.deepcopy(muon.state_dict())
+    for p in params:
+        p.grad = torch.randn(p.shape)
+    params[0].grad[3, 70] = math.nan
+    muon.step()
+    assert params[0].isnan().nonzero().tolist() == [[3, 70]]
+    for key in KEYS[2:]:
+        assert muon.state[params[0]][key].isnan().nonzero().tolist() == [[3, 1]]
+    muon.load_state_dict(saved)
+    go_on(params, muon, [1])
+    assert muon.state[params[0]][KEYS[2]].isfinite().all()
+
+
+def test_a_step_that_creates_state_only_leaves_zeros(optimizer):
+    """As torch.distributed.checkpoint takes one: lr 0, gradients of zero."""
+    params, muon = trained(INT8, [])
+    muon.param_groups[0]["lr"] = 0.0
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    muon.step()
+    assert not any(t.any() for state in muon.state.values() for t in state.values())
+
+
+# fp32 weights in halves, metrics, memory ---------------------------------------------------------------------------
+
+def test_split_weights_have_the_bits_of_fp32_weights(optimizer):
+    results = []
+    start = torch.randn(20, 130)
+    for dtype in (F32, BF16):
+        p = nn.Parameter(start.to(dtype, copy=True))
+        muon = adamw_of([p], master_weights=None if dtype == F32 else "split16")
+        muon.load_master_weights({"a": start})
+        for seed in range(3):
+            p.grad = torch.randn(20, 130, generator=torch.Generator().manual_seed(seed)).to(BF16).to(dtype)
+            muon.step()
+        results.append([muon.master_weights()["a"], *(muon.state[p][key] for key in KEYS)])
+    assert same(*results) and not torch.equal(results[0][0], start)
+
+
+def of_metrics(rank, world, layout):
+    fulls, gradients = fulls_and_gradients()
+    place, options = place_on(rank, world, layout)
+    params = [nn.Parameter(place(f)) for f in fulls]
+    muon = adamw_of(params, **options)
+    muon.collect_metrics = True
+    for p, g in zip(params, gradients[0]):
+        p.grad = place(g)
+    muon.step()
+    return muon.metrics().as_dict()["muon/group0/momentum_norm"]
+
+
+def test_metrics_read_the_averages_in_fp32(optimizer):
+    _, gradients = fulls_and_gradients()
+    exact = 0.1 * math.sqrt(sum(g.square().sum().item() for g in gradients[0]))
+    assert math.isclose(of_metrics(0, 1, "alone"), exact, rel_tol=0.01)
+    for layout in ("rows, uneven", "owners"):
+        assert all(math.isclose(found, exact, rel_tol=0.01) for found in run_threads(3, of_metrics, layout))
+
+
+def of_memory(rank, world, layout, nonfinite):
+    """(report before the first step, after it) as {row: bytes}; bytes of state of the rank."""
+    fulls, gradients = fulls_and_gradients()
+    place, options = place_on(rank, world, layout)
+    params = [nn.Parameter(place(f)) for f in fulls]
+    muon = adamw_of(params, nonfinite=nonfinite, **options)
+    local, reports = part("params.dtensor").local_of, [muon.memory_report()]
+    for p, g in zip(params, gradients[0]):
+        p.grad = place(g)
+    muon.step()
+    reports.append(muon.memory_report())
+    held = sum(local(t).nbytes for state in muon.state.values() for t in state.values())
+    return [{(r.kind, r.what, r.dtype): r.nbytes for r in one.rows if r.kind != "tables" and r.nbytes}
+            for one in reports], held, reports[1].bytes_of("state")
+
+
+@pytest.mark.parametrize("layout", ["rows, uneven", "owners"])
+def test_the_memory_report_is_exact(layout, optimizer):
+    for nonfinite in ("propagate", "skip"):
+        for (before, after), held, reported in run_threads(3, of_memory, layout, nonfinite):
+            assert before == after and held == reported
+
+
+def test_bytes_of_each_parameter(optimizer):
+    (p,), muon = trained(INT8, [0], [(64, 1024)])
+    assert sum(t.nbytes for key, t in muon.state[p].items() if key != "step") / p.numel() == 2.125
+
+
+# refusals ----------------------------------------------------------------------------------------------------------
+
+def test_what_cannot_be_is_refused(optimizer):
+    matrix = nn.Parameter(torch.ones(4, 64))
+    for rule in ("lion", "sgd", "sign"):
+        with pytest.raises(ValueError, match=f"state_dtype=torch.int8 with rule='{rule}': only AdamW keeps"):
+            adamw_of([matrix], group={"rule": rule})
+    for dtype in (torch.uint8, torch.float16, "int8"):
+        with pytest.raises(ValueError, match="state_dtype=.* is not allowed: it must be one of .*torch.int8"):
+            adamw_of([matrix], dtype)
+    with pytest.raises(ValueError, match="state_dtype=torch.int8 is an argument of the optimizer"):
+        optimizer.Muon([{"params": [matrix], "state_dtype": INT8}])
+    with pytest.raises(NotImplementedError, match="parameter a: state_dtype=torch.int8 .* offload_state .* leave one"):
+        adamw_of([matrix], offload_state=True)
+    adamw_of([nn.Parameter(torch.ones(64))], offload_state=True)
+    # AdamW's averages follow the group, others the optimizer
+    assert not part("rules.elementwise").is_8bit(adamw_of([matrix], None, state_dtype=INT8).param_groups[0], matrix)
+
+
+def sharded_within_blocks(rank, world):
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    with pytest.raises(NotImplementedError, match=r"parameter a of shape \(8, 96\).*each 64 columns.*Shard rows"):
+        adamw_of([nn.Parameter(cut(torch.ones(8, 96), mesh, [Shard(1)]))])
+    adamw_of([nn.Parameter(cut(torch.ones(8, 128), mesh, [Shard(1)]))])
+
+
+def test_columns_sharded_within_blocks_are_refused(optimizer):
+    run_threads(2, sharded_within_blocks)
+
+
+def differing(rank, world):
+    muon = adamw_of([nn.Parameter(torch.ones(8, 64))], INT8 if rank else None, process_group=dist.group.WORLD)
+    muon.param_groups[0]["params"][0].grad = torch.ones(8, 64)
+    with pytest.raises(RuntimeError, match="differ in: group option state_dtype"):
+        muon.step()
+
+
+def test_ranks_with_different_formats_are_told(optimizer):
+    run_threads(2, differing)
