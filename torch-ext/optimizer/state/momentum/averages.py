@@ -2,12 +2,9 @@
 
 As momentum (conversion.py): 8-bit averages become fp32 where they were saved, before tensors are
 redistributed, and wide averages become 8-bit in the placements of the parameter. Numbers and scales
-have keys of their own, so that nothing can be loaded in place of an average of another format.
-
-[Note: both formats]
-No optimizer has a parameter's averages in two formats. Torch's `set_optimizer_state_dict` with full
-tensors makes such a state dict: it adds the saved averages to the optimizer's own, new ones. So the
-format that the optimizer does not have is the saved one.
+have keys of their own, so that nothing can be loaded in place of an average of another format. A
+state with both is refused: torch's `set_optimizer_state_dict` with full tensors adds the saved
+averages to the optimizer's own, new ones, and with `broadcast_from_rank0` on a single rank.
 """
 
 from __future__ import annotations
@@ -32,16 +29,20 @@ BEGIN_ANEW = "load another checkpoint, or remove the parameter's state to begin 
 
 def wide_if_needed(state: object, group: Mapping, param: torch.Tensor, name: str) -> object:
     """Return the saved state of parameter `name` with wide averages in place of averages in 8 bits
-    that the optimizer keeps wide, and in one format. Raises ValueError for incomplete ones, and for numbers and scales
-    of wrong shapes or dtypes.
+    that the optimizer keeps wide. Raises ValueError for averages in both formats, for incomplete
+    ones, and for numbers and scales of wrong shapes or dtypes.
     """
     if not isinstance(state, dict) or group["use_muon"]:
         return state
-    if is_8bit(group, param):
-        # See [Note: both formats]
-        is_wide = set(WIDE_KEYS) <= set(state)
-        return {k: v for k, v in state.items() if not (is_wide and k in QUANTIZED_KEYS)}
-    if not (held := [key for key in QUANTIZED_KEYS if key in state]):
+    held = [key for key in QUANTIZED_KEYS if key in state]
+    if held and any(key in state for key in WIDE_KEYS):
+        raise ValueError(
+            f"the state of parameter {name} has averages in 8 bits and wide ones: torch's "
+            "set_optimizer_state_dict mixes the formats if the group was saved with another "
+            "state_dtype. Load into an optimizer with the saved state_dtype, then pass that "
+            "optimizer's state_dict() to load_state_dict() here"
+        )
+    if is_8bit(group, param) or not held:
         return state
     if missing := [key for key in QUANTIZED_KEYS if key not in state]:
         raise ValueError(
@@ -103,7 +104,7 @@ def loaded_keys(
     keys = keys_of(group, param, dtype)
     if not (isinstance(state, dict) and is_8bit(group, param)):
         return keys
-    if not set(WIDE_KEYS) <= set(state):
+    if any(key in state for key in QUANTIZED_KEYS) or not set(WIDE_KEYS) <= set(state):
         return keys
     return (*(key for key in keys if key not in QUANTIZED_KEYS), *WIDE_KEYS)
 
