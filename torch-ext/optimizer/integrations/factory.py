@@ -193,11 +193,13 @@ def _group_values(
             allowed = {*defaults, *config.OPTIONAL_KEYS, "ns_eps"} - {"eps"}
         else:
             defaults, kind = config.elementwise_keys(keys.get("rule")), "AdamW"
-            allowed = {*defaults, "decay", "rule"}
+            allowed = {*defaults, "decay", "rule", "state_dtype"}
     refuse_unknown(keys, allowed, f"{where}, for {kind} ({name})")
     values = {}
     for key, value in keys.items():
         key = "eps" if key == "ns_eps" else key
+        if key == "state_dtype":
+            value = config.dtype_of(f"{where}: {key}", value)
         config.refuse_text(f"{where}: {key}", value, defaults.get(key))
         values[key] = tuple(value) if key == "betas" and isinstance(value, list) else value
     return values
