@@ -4,10 +4,24 @@
     ... --optimizers muon normuon           some optimizers; AdamW always trains, for the rates of embeddings and head
     ... --seconds 500                       begin no run after 500 s; the next call continues the sweep
     ... --show                              print the table of the rows so far, and train nothing
+    ... --plan                              print how many runs are missing for each optimizer, and train nothing
+    ... --path keller_jordan=DIR dion=DIR   checkouts of other packages that are not installed
 
 Tokens are bytes, weights are fp32, compute is bf16 by autocast. All runs of a size have the same text in the same
 order for a seed, the same warm-up and linear decay to 0, weight decay 0.1 on matrices, embeddings and head, and
 gradients clipped to norm 1. Each GPU trains one run at a time; without a GPU one process trains on the CPU.
+
+Weights in bf16. `split16` and `bf16_weights_stochastic` keep the hidden matrices in bf16; embeddings, head and norms
+stay in fp32. Autocast rounds fp32 matrices to bf16 for every product, so the products are those of the other runs.
+The gradients of these matrices are bf16: their norms and the clipped gradients are rounded to bf16, where other runs
+have fp32. `split16` begins with the fp32 weights of the other runs, `bf16_weights_stochastic` with them rounded.
+
+Other packages. `keller` is SingleDeviceMuon of KellerJordan/Muon, `dion_normuon` is NorMuon of microsoft/dion, in
+its default form without Triton. Both have AdamW of torch for the rest. Arguments are those of `muon` and `normuon` as
+far as the packages have them: momentum 0.95, Nesterov, and with Dion the factor 0.2 sqrt(max(R, C)). Keller Jordan's
+factor is sqrt(max(1, R/C)). Its rates begin where square and tall matrices of width 512 move as far as with `muon`,
+and its weight decay is smaller by the same ratio, so that rate times decay is equal. A package that is neither
+installed nor named by --path is left out, and a line says so.
 
 Rates. AdamW has three, of matrices (and norms), of embeddings and of the head. They are searched by factors of 2, with
 seed 0: first all together, then each by itself, in rounds until a round changes nothing. A rate counts as found once
@@ -16,13 +30,18 @@ of matrices likewise. So AdamW has three swept rates, and every other optimizer 
 are halved until a run has a loss.
 
 Seeds. The best rates train with three seeds, 0 to 2, and `muon` with five, 0 to 4. `torch_muon` also trains with the
-rates of `muon` and these five seeds, for the comparison of both seed by seed. The table says the number of seeds.
+best rates of `muon` and these five seeds, for the comparison of both seed by seed. The table says the number of seeds.
+
+Parity. Below the table stands our Muon less torch's at equal rates, seed by seed: the mean, its 95 % interval by the
+paired t-test, and the difference that the test finds with a probability of 80 %. Both count as equal if two one-sided
+tests (TOST) at 5 % each exclude a difference of MARGIN; the power of that is said, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -32,6 +51,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.multiprocessing as mp
@@ -40,9 +60,10 @@ from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
-from corpus import VOCABULARY, even_windows, read_corpus, windows  # noqa: E402
+from corpus import VOCABULARY, even_windows, is_heldout, read_corpus, source_files, windows  # noqa: E402
 from gpt import GPT  # noqa: E402
 from rows import add_output, append, read  # noqa: E402
+from trajectories import Missing, Place, alone  # noqa: E402
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={HERE.parent}")
 
@@ -52,7 +73,9 @@ SEEDS = (0, 1, 2)
 PARITY_SEEDS = (0, 1, 2, 3, 4)  # of our Muon and torch's, which are compared seed by seed
 WARMUP, DECAY, CLIP, BETAS = 0.05, 0.1, 1.0, (0.9, 0.95)
 HELDOUT_WINDOWS, EVALUATIONS = 128, 20
-STUDENT_T = {3: (4.303, 1.061), 4: (3.182, 0.978), 5: (2.776, 0.941)}  # seeds -> quantiles .975 and .8
+STUDENT_T = {3: (4.303, 2.920, 1.061), 4: (3.182, 2.353, 0.978), 5: (2.776, 2.132, 0.941)}  # seeds -> .975, .95, .8
+# Nats per byte. On seed 0 of 30m, twice and half the best rate cost our Muon 0.026 and 0.013
+MARGIN = 0.005
 LOST = 1e9  # loss of a run that diverged, so that rows can be compared
 LEAST = 2.0**-12  # of an optimizer's first rate: below it, rates of runs that diverged are no longer halved
 
@@ -78,10 +101,13 @@ SIZES = {
 
 def main() -> None:
     options = arguments()
-    if not options.show:
+    if not (options.show or options.plan):
         Sweep(options).run()
     rows = rows_so_far(options)
-    print("\n".join(table(rows)) if rows else "no run of this size, text and length has ended")
+    if options.plan:
+        print("\n".join(plan(rows, options.optimizers)))
+    else:
+        print("\n".join(table(rows)) if rows else "no run of this size, text and length has ended")
 
 
 def arguments() -> argparse.Namespace:
@@ -95,8 +121,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=None, help="end after this number of runs")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     parser.add_argument("--show", action="store_true", help="print the table of --out, and train nothing")
+    parser.add_argument("--plan", action="store_true", help="print the runs that --out lacks, and train nothing")
+    parser.add_argument("--path", nargs="+", default=[], metavar="NAME=DIR", help="another package's checkout")
     add_output(parser, COLUMNS, "convergence.csv")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.folders = {name: Path(folder).resolve() for name, _, folder in (t.partition("=") for t in options.path)}
+    known = sorted({kind.peer for kind in OPTIMIZERS.values()} - {""})
+    if unknown := sorted(options.folders.keys() - set(known)):
+        parser.error(f"--path {unknown[0]}=...: there is no such package here, only {' and '.join(known)}")
+    return options
 
 
 # Optimizers. Each takes (matrices, rest, lr): `rest` are groups for AdamW, with their own lr. It returns optimizers
@@ -123,28 +156,73 @@ def ours(name: str = "Muon", split: bool = False, **keys: object) -> Callable:
         forms = [p.by_heads if split else None for p in matrices]
         groups = [{"params": matrices, "lr": lr, "weight_decay": DECAY, "split": forms}]
         groups += [{**group, "use_muon": False} for group in rest]
+        for group in groups:
+            group["params"] = [(p.path, p) for p in group["params"]]
         keywords = {"adjust_lr_fn": "match_rms_adamw", "adamw_betas": BETAS, **keys}
         return [getattr(package, name)(groups, **keywords)]
 
     return make
 
 
-# name -> (how it is built, where the sweep of its lr begins)
-OPTIMIZERS = {
-    "adamw": (adamw, 2e-3),
-    "torch_muon": (torch_muon, 4e-3),
-    "muon": (ours(), 4e-3),
-    "normuon": (ours("NorMuon"), 4e-3),
-    "adamuon": (ours(rule="adamuon", adjust_lr_fn=0.2), 4e-3),
-    "hyperball": (ours(rule="hyperball"), 8e-3),
-    "muon_plus": (ours(rule="muon_plus"), 4e-3),
-    "cautious": (ours(decay="cautious"), 4e-3),
-    "per_head": (ours(split=True), 4e-3),
-    "bf16_momentum": (ours(state_dtype=torch.bfloat16), 4e-3),
-    "turbo": (ours(ns_coefficients="turbo", ns_steps=4), 4e-3),
-    "cubic": (ours(ns_coefficients="cubic"), 4e-3),
-    "eight_steps": (ours(ns_steps=8), 4e-3),
+# Optimizers of other packages take (package's class, matrices, rest, lr).
+
+
+def keller(Muon: type, matrices: list[nn.Parameter], rest: list[dict], lr: float) -> list[torch.optim.Optimizer]:
+    decay = DECAY * OPTIMIZERS["muon"].lr / OPTIMIZERS["keller"].lr  # rate times decay as with our Muon
+    return [Muon(matrices, lr=lr, weight_decay=decay, momentum=0.95),
+            torch.optim.AdamW(rest, betas=BETAS, fused=matrices[0].is_cuda)]
+
+
+def dion_normuon(NorMuon: type, matrices: list[nn.Parameter], rest: list[dict], lr: float
+                 ) -> list[torch.optim.Optimizer]:
+    normuon = NorMuon(matrices, lr=lr, mu=0.95, weight_decay=DECAY, nesterov=True, adjust_lr="rms_norm")
+    return [normuon, torch.optim.AdamW(rest, betas=BETAS, fused=matrices[0].is_cuda)]
+
+
+class Kind(NamedTuple):
+    """An optimizer of the sweep."""
+
+    make: Callable  # how it is built
+    lr: float  # where the sweep of its rate begins
+    bf16: bool = False  # hidden matrices are kept in bf16
+    peer: str = ""  # the package that it comes from, a name of PEERS
+
+
+# Packages by the names that benchmarks/trajectories.py has for them -> the class, found in a `Place`
+PEERS = {
+    "keller_jordan": lambda place: place.load("muon").SingleDeviceMuon,
+    "dion": lambda place: alone(place.root("dion") / "dion", "normuon").NorMuon,
 }
+
+OPTIMIZERS = {
+    "adamw": Kind(adamw, 2e-3),
+    "torch_muon": Kind(torch_muon, 4e-3),
+    "muon": Kind(ours(), 4e-3),
+    "normuon": Kind(ours("NorMuon"), 4e-3),
+    # 4e-3 times the ratio of the factors, 0.2 sqrt(512), of a matrix of 512 columns and as many rows or more
+    "keller": Kind(keller, 1.8e-2, peer="keller_jordan"),
+    "dion_normuon": Kind(dion_normuon, 4e-3, peer="dion"),
+    "int8_momentum": Kind(ours(state_dtype=torch.int8), 4e-3),
+    "split16": Kind(ours(master_weights="split16"), 4e-3, bf16=True),
+    "bf16_weights_stochastic": Kind(ours(rounding="stochastic"), 4e-3, bf16=True),
+    "bf16_momentum": Kind(ours(state_dtype=torch.bfloat16), 4e-3),
+    "adamuon": Kind(ours(rule="adamuon", adjust_lr_fn=0.2), 4e-3),
+    "hyperball": Kind(ours(rule="hyperball"), 8e-3),
+    "muon_plus": Kind(ours(rule="muon_plus"), 4e-3),
+    "cautious": Kind(ours(decay="cautious"), 4e-3),
+    "per_head": Kind(ours(split=True), 4e-3),
+    "turbo": Kind(ours(ns_coefficients="turbo", ns_steps=4), 4e-3),
+    "cubic": Kind(ours(ns_coefficients="cubic"), 4e-3),
+    "eight_steps": Kind(ours(ns_steps=8), 4e-3),
+}
+
+
+def maker(name: str, folders: dict[str, Path]) -> Callable:
+    """How an optimizer is built. `folders`: those of --path. Raises Missing without its package."""
+    kind = OPTIMIZERS[name]
+    if not kind.peer:
+        return kind.make
+    return functools.partial(kind.make, PEERS[kind.peer](Place(kind.peer, folders.get(kind.peer))))
 
 
 @dataclass(frozen=True)
@@ -175,7 +253,7 @@ def search(start: Run, rates: tuple[str, ...], losses: dict[Run, float]) -> tupl
     best = start
     while best in losses:
         beside = [replace(best, **{rate: getattr(best, rate) * factor for rate in rates}) for factor in (0.5, 2.0)]
-        if losses[best] >= LOST and getattr(best, rates[0]) > LEAST * OPTIMIZERS[best.optimizer][1]:
+        if losses[best] >= LOST and getattr(best, rates[0]) > LEAST * OPTIMIZERS[best.optimizer].lr:
             best = beside[0]  # neighbours that diverged as well would end the search here
             continue
         if missing := [run for run in beside if run not in losses]:
@@ -193,17 +271,17 @@ def wanted(name: str, losses: dict[Run, float]) -> list[Run]:
     if name != "adamw":
         if missing:
             return []
-        best, missing = search(replace(best, optimizer=name, lr=OPTIMIZERS[name][1]), ("lr",), losses)
+        best, missing = search(replace(best, optimizer=name, lr=OPTIMIZERS[name].lr), ("lr",), losses)
     runs = missing or [replace(best, seed=seed) for seed in (PARITY_SEEDS if name == "muon" else SEEDS)]
     if name == "torch_muon" and not missing:  # compared with our Muon at our rate, seed by seed
-        ours, waits = search(replace(best, optimizer="muon", lr=OPTIMIZERS["muon"][1]), ("lr",), losses)
+        ours, waits = search(replace(best, optimizer="muon", lr=OPTIMIZERS["muon"].lr), ("lr",), losses)
         runs += [] if waits else [replace(best, lr=ours.lr, seed=seed) for seed in PARITY_SEEDS]
     return [run for run in runs if run not in losses]
 
 
 def adamw_rates(losses: dict[Run, float]) -> tuple[Run, list[Run]]:
     """(AdamW's best run of seed 0, runs that are missing to find it)."""
-    lr = OPTIMIZERS["adamw"][1]
+    lr = OPTIMIZERS["adamw"].lr
     best, missing = search(Run("adamw", lr, lr, lr, 0), ("lr", "embed_lr", "head_lr"), losses)
     before = None
     while not missing and best != before:
@@ -221,12 +299,51 @@ def rows_so_far(options: argparse.Namespace) -> list[dict[str, str]]:
     return [row for row in rows if (row["size"], row["corpus"], row["steps"]) == (options.size, options.corpus, steps)]
 
 
+def still_missing(names: list[str], losses: dict[Run, float]) -> dict[str, list[Run]]:
+    """The runs that each optimizer lacks if the best run so far stays the best: no sweep can end with fewer."""
+    losses, found = dict(losses), {name: [] for name in dict.fromkeys(["adamw", *names])}
+    while runs := [run for name in found for run in wanted(name, losses)]:
+        for run in runs:
+            if run not in losses:
+                found[run.optimizer].append(run)
+                first = all(run.optimizer != other.optimizer for other in losses)
+                losses[run] = 0.0 if first else LOST / 2  # a run that diverged, LOST, would be halved
+    return found
+
+
+def plan(rows: list[dict[str, str]], names: list[str]) -> list[str]:
+    """One line for each optimizer: the runs that are there and those that are missing."""
+    losses = losses_of(rows)
+    lines = ["| optimizer | runs | missing, at least | can begin now |", "|---|---|---|---|"]
+    total = 0
+    for name, runs in still_missing(names, losses).items():
+        total += len(runs)
+        there = sum(run.optimizer == name for run in losses)
+        lines.append(f"| {name} | {there} | {len(runs)} | {len(wanted(name, losses))} |")
+    seconds = [float(row["step_ms"]) * float(row["steps"]) / 1e3 for row in rows]
+    time = f", {statistics.median(seconds):.0f} s of steps each" if seconds else ""
+    return [*lines, "", f"At least {total} runs are missing{time}."]
+
+
 class Sweep:
-    """Hands runs to processes, one for each GPU, until none is wanted or the time is over."""
+    """Hands runs to processes, one for each GPU, until none is wanted or the time is over. SystemExit if the text is
+    not that of the rows so far.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.began = options, time.perf_counter()
-        self.names = list(dict.fromkeys(["adamw", *options.optimizers]))
+        texts = {row["text_mb"] for row in rows_so_far(options)} - {str(text_mb(options.data))}
+        if texts:
+            raise SystemExit(f"the text has {text_mb(options.data)} MB, that of the rows of {options.out} "
+                             f"{' and '.join(sorted(texts))} MB: name the same --data, or another --corpus")
+        self.names = ["adamw"]
+        for name in dict.fromkeys(options.optimizers):
+            try:
+                maker(name, options.folders)
+            except Missing as why:
+                print(f"{name} is left out: {why}", flush=True)
+            else:
+                self.names += [name] * (name not in self.names)
         self.workers = torch.cuda.device_count() or 1
         self.left = options.runs  # runs that may still begin; None: all
 
@@ -283,6 +400,11 @@ def work(worker: int, options: argparse.Namespace, orders: mp.SimpleQueue, resul
                 torch.cuda.reset_peak_memory_stats()
 
 
+def text_mb(folder: str | None) -> float:
+    """The size of the text to train on, as `Training` has it, without reading it."""
+    return round(sum(path.stat().st_size for path in source_files(folder) if not is_heldout(path)) / 1e6, 1)
+
+
 class Training:
     """One run on one device."""
 
@@ -299,12 +421,21 @@ class Training:
         if not options.eager:
             for block in self.model.blocks:
                 block.compile()
-        self.optimizers = OPTIMIZERS[run.optimizer][0](*self.groups(), run.lr)
+        matrices, rest = self.groups()
+        self.bf16 = OPTIMIZERS[run.optimizer].bf16
+        whole = {name: p.detach() for name, p in self.model.named_parameters()}
+        for p in matrices if self.bf16 else ():
+            p.data = p.data.bfloat16()
+        self.optimizers = maker(run.optimizer, options.folders)(matrices, rest, run.lr)
+        if self.bf16:
+            self.optimizers[0].load_master_weights(whole)
         self.order = torch.Generator().manual_seed(run.seed)
 
     def groups(self) -> tuple[list[nn.Parameter], list[dict]]:
         """(Hidden matrices, AdamW's groups of embeddings, head and norms)."""
         model, heads = self.model, self.size.heads
+        for name, p in model.named_parameters():
+            p.path = name
         for block in model.blocks:
             for p in block.parameters():
                 p.by_heads = None
@@ -321,7 +452,8 @@ class Training:
         ]
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        enabled = self.device.type == "cuda" or self.bf16
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
             logits = self.model(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -338,7 +470,8 @@ class Training:
         return (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)
 
     def row(self) -> dict:
-        size, rates = self.size, [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
+        # As numbers: a package may hold its rate in a tensor, and write to it
+        size, rates = self.size, [[float(group["lr"]) for group in opt.param_groups] for opt in self.optimizers]
         curve, marks = [], []
         for step in range(self.steps):
             for opt, lrs in zip(self.optimizers, rates):
@@ -420,38 +553,83 @@ def table(rows: list[dict[str, str]]) -> list[str]:
     found = {name: best for name in OPTIMIZERS if (best := best_rows(rows, name))}
     losses = {name: [float(row["heldout_loss"]) for row in best] for name, best in found.items()}
     target = statistics.mean(losses["adamw"]) if "adamw" in losses else None
-    heads = "optimizer", "lr", "seeds", "held-out loss", "spread", "steps to AdamW's loss", "step ms", "optimizer ms"
+    heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "less muon's loss",
+             "step ms", "optimizer ms")
     lines = [f"| {' | '.join(heads)} | MiB |", "|---" * (len(heads) + 1) + "|"]
     for name in sorted(found, key=lambda name: statistics.mean(losses[name])):
-        best, spread = found[name], statistics.stdev(losses[name]) if len(losses[name]) > 1 else math.nan
+        best, spread = found[name], f"{statistics.stdev(losses[name]):.4f}" if len(losses[name]) > 1 else ""
         share = None
         if target is not None and name != "adamw":
             share = share_to_reach(mean_curve(best), target, int(best[0]["steps"]))
+        tokens = "" if share is None else f"{share * int(best[0]['tokens']) / 1e6:.1f} M, {100 * share:.0f} %"
         keys = "step_ms", "optimizer_ms", "peak_mib"
         figures = (statistics.median(float(row[key]) for row in best) for key in keys)
-        lines.append(f"| {name} | {float(best[0]['lr']):g} | {len(best)} | {statistics.mean(losses[name]):.4f} | "
-                     f"{spread:.4f} | {'' if share is None else f'{100 * share:.0f} %'} | "
-                     + " | ".join(f"{figure:.2f}" for figure in figures) + " |")
+        cells = (name, f"{float(best[0]['lr']):g}", str(len(best)), f"{statistics.mean(losses[name]):.4f}", spread,
+                 tokens, beside(best, found["muon"])[1] if "muon" in found and name != "muon" else "",
+                 *(f"{figure:.2f}" for figure in figures))
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, *parity(rows)]
 
 
-def parity(rows: list[dict[str, str]]) -> list[str]:
-    """Our Muon less torch's over seeds, at the rates that both were trained with most: a paired t-test, and the
-    difference that it finds with a probability of 80 % at a level of 5 %.
+def gaps_of(rows: list[dict[str, str]], others: list[dict[str, str]]) -> list[float]:
+    """Loss of `rows` less that of `others`, for each seed that both have."""
+    losses = {row["seed"]: float(row["heldout_loss"]) for row in others}
+    return [float(row["heldout_loss"]) - losses[row["seed"]] for row in rows if row["seed"] in losses]
+
+
+def half_width(gaps: list[float]) -> float:
+    """Half of the 95 % interval of the mean, by Student's t."""
+    return STUDENT_T[len(gaps)][0] * statistics.stdev(gaps) / math.sqrt(len(gaps))
+
+
+def beside(rows: list[dict[str, str]], others: list[dict[str, str]]) -> tuple[str, str]:
+    """How a loss compares with another one, seed by seed: ("lower", "higher", "no difference found", or "open" with too
+    few seeds; the mean difference and its 95 % interval).
     """
-    pairs = {}
-    for row in rows:
-        if row["optimizer"] in ("muon", "torch_muon"):
-            seeds = pairs.setdefault((row["lr"], row["embed_lr"], row["head_lr"]), {})
-            seeds.setdefault(row["seed"], {})[row["optimizer"]] = float(row["heldout_loss"])
-    gaps = max(([pair["muon"] - pair["torch_muon"] for pair in seeds.values() if len(pair) == 2]
-                for seeds in pairs.values()), key=len, default=[])
+    gaps = gaps_of(rows, others)
     if len(gaps) not in STUDENT_T:
-        return []
-    level, power = STUDENT_T[len(gaps)]
-    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
-    return ["", f"muon less torch_muon, {len(gaps)} seeds: {statistics.mean(gaps):+.5f} +- {level * error:.5f} (95 %). "
-            f"A difference of {(level + power) * error:.5f} would be found with a probability of 80 %."]
+        return "open", ""
+    mean, half = statistics.mean(gaps), half_width(gaps)
+    answer = "no difference found" if abs(mean) <= half else "lower" if mean < 0 else "higher"
+    return answer, f"{mean:+.4f} +- {half:.4f}"
+
+
+def parity(rows: list[dict[str, str]]) -> list[str]:
+    """Our Muon less torch's, seed by seed, at the best rates of ours: the interval of the paired t-test, the difference
+    that it finds with a probability of 80 % at a level of 5 %, and whether two one-sided tests find both equal.
+    """
+    ours, rates = best_rows(rows, "muon"), ("lr", "embed_lr", "head_lr")
+    theirs = [row for row in rows if row["optimizer"] == "torch_muon" and all(row[k] == ours[0][k] for k in rates)
+              ] if ours else []
+    gaps = gaps_of(ours, theirs)
+    if len(gaps) not in STUDENT_T:
+        few = f"{len(gaps)} seed{'s' * (len(gaps) != 1)} with both at these rates; 3 to {len(PARITY_SEEDS)} are needed"
+        return ["", f"muon less torch_muon: {few}."] if ours else []
+    error, mean = statistics.stdev(gaps) / math.sqrt(len(gaps)), statistics.mean(gaps)
+    level, one_sided, power = STUDENT_T[len(gaps)]
+    equal = abs(mean) + one_sided * error < MARGIN
+    return ["", f"muon less torch_muon, {len(gaps)} seeds: {mean:+.5f} +- {level * error:.5f} (95 %). "
+            f"A difference of {(level + power) * error:.5f} would be found with a probability of 80 %. "
+            f"Equal within {MARGIN} by two one-sided tests at 5 %: {'yes' if equal else 'no'}; their power, if both "
+            f"are equal, is {100 * power_of_tost(error, len(gaps)):.0f} %."]
+
+
+def power_of_tost(error: float, count: int, margin: float = MARGIN) -> float:
+    """The probability that two one-sided t-tests at 5 % find means equal that are equal. `error`: the true standard
+    error of the mean of `count` differences.
+    """
+    if error == 0:
+        return 1.0
+    free, normal, step = count - 1, statistics.NormalDist(), 1e-3
+    constant = 2 ** (1 - free / 2) / math.gamma(free / 2)
+    total = 0.0
+    for number in range(1, 10_000):  # over the estimated error, which is error chi / sqrt(free), by its density
+        chi = number * step
+        room = margin / error - STUDENT_T[count][1] * chi / math.sqrt(free)
+        if room <= 0:
+            break
+        total += step * constant * chi ** (free - 1) * math.exp(-chi * chi / 2) * (2 * normal.cdf(room) - 1)
+    return total
 
 
 if __name__ == "__main__":

@@ -13,13 +13,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 
-def arguments(description: str, writer: str):
-    """The command line of a script that draws what `writer` wrote."""
+def arguments(description: str, writer: str, docs: str = ""):
+    """The command line of a script that draws what `writer` wrote; `docs`: what it writes to documents, if anything."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", help=f"what {writer} wrote")
     parser.add_argument("--out", default=".", help="folder for the figures")
     parser.add_argument("--gpu", default=None, help="rows of this GPU (default: that of most rows)")
     parser.add_argument("--commit", default=None, help="rows of this commit (default: of all)")
+    if docs:
+        parser.add_argument("--docs", default=None, help=f"folder of documents: write {docs}")
     return parser.parse_args()
 
 

@@ -1,16 +1,21 @@
 """What other packages offer for the same computation: the whole polar factor, and X X^T alone.
 
 A maker raises where its package is missing or refuses the shape; the benchmark then leaves its fields empty. Versions
-with which the calls were written: gram-newton-schulz 0.1.6, quack-kernels 0.5.0, dion at its August 2026 state.
+with which the calls were written: gram-newton-schulz 0.1.6, quack-kernels 0.5.0, dion at 0a059a4, muonium 0.2.0,
+flash-muon at 80ac87f, emerging-optimizers 0.3.0. Megatron-Core calls the function of emerging-optimizers.
+
+A new package: write a maker below, and name it in POLAR. docs/polar_benchmark.md says how its rows come to the table.
 """
 
 from __future__ import annotations
 
+import importlib
 from importlib import metadata
 
 import torch
 
-PACKAGES = {"gns": ("gram-newton-schulz", "quack-kernels"), "quack": ("quack-kernels",), "dion": ("dion",)}
+PACKAGES = {"gns": ("gram-newton-schulz", "quack-kernels"), "quack": ("quack-kernels",), "dion": ("dion",),
+            "muonium": ("muonium",), "flash_muon": ("flash-muon",), "emerging_optimizers": ("emerging-optimizers",)}
 
 
 def version(name: str) -> str:
@@ -53,14 +58,19 @@ def gns(steps):
                             compile_kwargs={"fullgraph": True, "dynamic": False})
 
 
+def normalized(X):
+    """(Stack in bf16 with as many columns as rows or more, each matrix divided by its norm; whether it was turned)."""
+    tall = X.shape[1] > X.shape[2]
+    Y = X.mT if tall else X
+    return (Y / (Y.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16().contiguous(), tall
+
+
 def dion(steps):
     """Dion's Triton kernels for lines 1 and 2 and cuBLAS for line 3, as Dion composes them, in bf16."""
     from dion.newton_schulz_triton import ns_line_1, ns_line_2
 
     def polar(X):
-        tall = X.shape[1] > X.shape[2]
-        Y = X.mT if tall else X
-        Y = (Y / (Y.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16().contiguous()
+        Y, tall = normalized(X)
         A = torch.empty((*Y.shape[:2], Y.shape[1]), dtype=Y.dtype, device=Y.device)
         B, Z = torch.empty_like(A), torch.empty_like(Y)
         for a, b, c in steps.triples:
@@ -73,7 +83,93 @@ def dion(steps):
     return polar
 
 
-POLAR = {"torch.compile": torch_compile, "gns": gns, "dion": dion}
+def muonium(steps):
+    """muonium's Triton kernel for X X^T and A A, the rest by torch.compile, as muonium composes them, in bf16."""
+    from muonium.kernels.gram import gram_
+
+    def polar(X):
+        Y, tall = normalized(X)
+        A = torch.empty((*Y.shape[:2], Y.shape[1]), dtype=Y.dtype, device=Y.device)
+        B = torch.empty_like(A)
+        for a, b, c in steps.triples:
+            gram_(Y, A)
+            gram_(A, B)
+            Y = a * Y + (b * A + c * B) @ Y
+        return Y.mT if tall else Y
+
+    return torch.compile(polar, dynamic=False, fullgraph=True)
+
+
+def flash_muon(steps):
+    """flash-muon's Triton kernel for X X^T and A A, one matrix after another: it takes no stacks. In bf16."""
+    from flash_muon.matmul_transpose_triton import matmul_transpose_assign
+
+    def polar(X):
+        Y, tall = normalized(X)
+        A = torch.empty((Y.shape[1], Y.shape[1]), dtype=Y.dtype, device=Y.device)
+        B, found = torch.empty_like(A), []
+        for Z in Y:
+            for a, b, c in steps.triples:
+                matmul_transpose_assign(Z, A)
+                matmul_transpose_assign(A, B)
+                Z = a * Z + (b * A + c * B) @ Z
+            found.append(Z)
+        Y = torch.stack(found)
+        return Y.mT if tall else Y
+
+    return polar
+
+
+def emerging_optimizers(steps):
+    """NVIDIA's newton_schulz, which Megatron-Core calls. It takes fp32, and iterates in bf16 at precision "medium"."""
+    from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+
+    triples = [tuple(triple) for triple in steps.triples]
+
+    def polar(X):
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            return newton_schulz(X.float(), len(triples), "custom", custom_coefficient_sets=triples).to(X.dtype)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return polar
+
+
+def linalg_polar(steps):
+    """torch.linalg.polar, of torch after 2.13: the exact factor, whatever the steps, in fp32."""
+    exact = torch.linalg.polar
+
+    def polar(X):
+        tall = X.shape[1] > X.shape[2]
+        U = exact(X.float() if tall else X.float().mT)[0]
+        return (U if tall else U.mT).to(X.dtype)
+
+    return polar
+
+
+POLAR = {"torch.compile": torch_compile, "gns": gns, "dion": dion, "muonium": muonium, "flash_muon": flash_muon,
+         "emerging_optimizers": emerging_optimizers, "torch.linalg.polar": linalg_polar}
+
+# Kernels that Triton's autotuner compiles with many configurations: (module, names of kernels)
+TUNED = {"dion": ("dion.newton_schulz_triton", ("ns_line_1_kernel", "ns_line_2_kernel")),
+         "flash_muon": ("flash_muon.matmul_transpose_triton", ("mmt_kernel",))}
+
+
+def take_share_of_configs(rank: int, jobs: int, names) -> None:
+    """Leave each tuned kernel of these packages every jobs-th configuration in this process, so that processes together
+    compile all of them, side by side, into the cache on disk.
+    """
+    for name in set(names) & TUNED.keys():
+        module, kernels = TUNED[name]
+        try:
+            found = importlib.import_module(module)
+        except ImportError:  # the benchmark says so
+            continue
+        for kernel in kernels:
+            tuner = getattr(found, kernel)
+            tuner.configs = tuner.configs[rank % len(tuner.configs)::jobs]
 
 
 # X X^T: () -> function (X, out) that writes to out.

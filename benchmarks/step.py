@@ -52,10 +52,14 @@ MESHES = {  # mode -> (mesh shape for W ranks, placements as letters)
     "ep": lambda W: ((W,), "0"),
     **dict.fromkeys(("ddp", "ddp_sharded", "reduce", "allreduce", "single"), lambda W: None),
 }
-IN_8_BITS = ("muon_int8", "normuon_int8")  # with 8-bit momentum
-IN_BF16 = ("muon_bf16", "muon_split16")  # with bf16 weights and gradients, rounded to nearest or as halves of fp32
+IN_8_BITS = ("muon_int8", "normuon_int8", "muon_bf16_int8")  # with 8-bit momentum
+# With bf16 weights and gradients, rounded to nearest or as halves of fp32
+IN_BF16 = ("muon_bf16", "muon_split16", "muon_bf16_int8", "muon_bf16_offload")
+ON_HOST = ("muon_offload", "muon_bf16_offload")  # with momentum on the host
+WITH_METRICS = ("muon_metrics",)  # with collect_metrics
 RULES = ("normuon_columns", "normuon_aspect", "adamuon", "muon_plus", "hyperball", "scion", "dion2",
          "dion3")  # by name, of matrices
+OPTIMIZERS = dict.fromkeys(("muon", "normuon") + IN_8_BITS + IN_BF16 + ON_HOST + WITH_METRICS + RULES)
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
 REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 OTHER_WORK = 25, 8192  # so many bf16 products of square matrices of this size take 40 ms on an H100
@@ -99,7 +103,7 @@ def arguments():
     parser.add_argument("--models", nargs="+", default=["gpt2_124m"], choices=MODELS, help="which models' matrices")
     parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=MESHES, help="how the parameters are laid out")
     parser.add_argument("--optimizers", nargs="+", default=["muon"],
-                        choices=["muon", "normuon", *IN_8_BITS, *IN_BF16, *RULES])
+                        choices=list(OPTIMIZERS))
     parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph", "replay"],
                         help="graph: step() with capturable=True; replay: of a CUDA graph of one's own that holds a "
                         "step, which is how peers are timed under a graph")
@@ -158,7 +162,7 @@ class Measurement:
         dtype = torch.bfloat16 if optimizer in IN_BF16 else torch.float32
         self.params = parameters(self.shapes, mode, ranks, device, dtype)
         self.opt = self.make()
-        has_more = optimizer in (*IN_8_BITS, "muon_split16")  # than momentum in fp32
+        has_more = optimizer in (*IN_8_BITS, *ON_HOST, "muon_split16")  # or other than momentum in fp32
         self.state = self.opt.init_state() if has_more else create_state(self.opt, self.params, mode)
         self.flat = flatten([p.grad for p in self.params]) if mode == "allreduce" else []
         if self.flat:
@@ -177,10 +181,14 @@ class Measurement:
             rule = {"state_dtype": torch.int8}
         if self.optimizer == "muon_split16":
             rule = {"master_weights": "split16"}
-        return kind(
+        if self.optimizer in ON_HOST:
+            rule = {"offload_state": True}
+        opt = kind(
             self.params, **rule, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=self.mode != "reduce",
             shard_state=self.mode == "ddp_sharded", capturable=self.run == "graph",
             workspace_bytes=None if room is None else room << 20, **shared)
+        opt.collect_metrics = self.optimizer in WITH_METRICS
+        return opt
 
     def step(self):
         """What is timed: the optimizer's step, with the gradients' all-reduce where that is the mode."""
@@ -286,7 +294,7 @@ def parameters(shapes, mode, ranks, device, dtype=torch.float32) -> list:
         placements = [Replicate() if letter == "R" else Shard(int(letter)) for letter in layout[1]]
 
     def normal(shape, size):
-        whole = (size * torch.randn(shape, device=device, generator=generator)).to(dtype)
+        whole = torch.randn(shape, device=device, generator=generator).mul_(size).to(dtype)
         if layout is None:
             return whole
         return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()  # not a view of the whole

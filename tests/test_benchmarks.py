@@ -1,6 +1,7 @@
 """The scripts under benchmarks/: a run on a CPU from CSV to figures, the grid, and the timing."""
 from __future__ import annotations
 
+import argparse
 import csv
 import gc
 import importlib
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,6 +164,100 @@ def test_schedules(tmp_path):
     assert [(row["implementation"], bool(row["median_ms"])) for row in peers] == [("ours", True), ("gns", False)]
 
 
+def test_rows_of_the_page_of_polar_factors(tmp_path):
+    out = tmp_path / "page.csv"
+    text = run("polar_page.py", "--stacks", "2x16x40", "--schedules", "polar_express:5", "jordan:8", "--peers", "gns",
+               "--rounds", 1, "--burst-ms", 0.1, "--rest-ms", 0, "--commit", "abc", "--out", out)
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["implementation"], row["set"], row["steps"]) for row in rows] == [
+        ("ours", "polar_express", "5"), ("gns", "polar_express", "5"), ("ours", "jordan", "8"), ("gns", "jordan", "8")]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"]) and row["commit"] == "abc" for row in rows)
+    assert all(0 < float(row["median_ms"]) and 0 < float(row["error"]) < 0.01 for row in rows[::2])
+    if importlib.util.find_spec("gram_newton_schulz") is None:
+        assert all((row["median_ms"], row["note"]) == ("", "ModuleNotFoundError") for row in rows[1::2])
+    assert "all stacks and schedules were measured" in text
+
+
+def test_the_table_of_polar_factors_takes_the_commit_with_most_stacks(monkeypatch):
+    page = load("polar_page", monkeypatch)
+    row = {"gpu": "NVIDIA H100 80GB HBM3", "set": "qwen3_8", "steps": "8", "version": "", "cols": "8", "n": "1"}
+
+    def timed(commit, date, name, rows, ms, error, memory=""):
+        return row | {"commit": commit, "date": date, "implementation": name, "rows": rows, "median_ms": ms,
+                      "error": error, "memory_mib": memory}
+
+    rows = [timed("old", "2026-01-01", name, rows, ms, error) for name, rows, ms, error in (
+        ("ours", "4", "1", "1e-3"), ("ours", "8", "2", "3e-3"), ("dion", "4", "4", "0.1"), ("dion", "8", "2", "0.3"))]
+    rows += [timed("new", "2026-01-02", name, "4", ms, error, memory) for name, ms, error, memory in (
+        ("ours", "1", "1e-3", "2"), ("gns", "0.9", "2e-3", "3"), ("dion", "9", "0.1", "3"))]
+    found = page.page(rows)
+    assert found["table"][2:] == [
+        "| 2026-01-02 | H100 | 8, qwen3_8 | gns | 1 | 0.90 | 0.90, 0.90 | 1 | 2.0e-03, 1.0e-03 | 1.50 | new |",
+        "| 2026-01-01 | H100 | 8, qwen3_8 | dion | 2 | 2.00 | 1.00, 4.00 | 0 | 2.0e-01, 2.0e-03 |  | old |"]
+    others = ", ".join(name for name in page.peers.POLAR if name not in ("gns", "dion"))
+    assert f"- NVIDIA H100 80GB HBM3, 8 steps: {others}." in found["missing rows"]
+    assert f"- NVIDIA H100 80GB HBM3, 5 steps: {', '.join(page.peers.POLAR)}." in found["missing rows"]
+
+
+def stand_in(monkeypatch, name, **functions):
+    """A module of a package that is not installed, and the packages above it."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+    vars(sys.modules[name]).update(functions)
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 40), (2, 40, 24)])
+def test_peers_compose_the_polynomials_of_the_schedule(shape, optimizer, part, monkeypatch):
+    """With their kernels replaced by torch, in fp32: every package iterates with the coefficients that it is given."""
+    peers, polar = load("peers", monkeypatch), load("polar", monkeypatch)
+
+    def gram(X, out):
+        out.copy_(X @ X.mT)
+
+    def newton_schulz(X, count, kind, custom_coefficient_sets):
+        assert (X.dtype, kind, torch.get_float32_matmul_precision()) == (torch.float32, "custom", "medium")
+        assert count == len(custom_coefficient_sets)
+        return torch.stack([polar.composed(x, types.SimpleNamespace(triples=custom_coefficient_sets, aol=False))
+                            for x in X]).float()
+
+    stand_in(monkeypatch, "dion.newton_schulz_triton", ns_line_1=lambda X, out: gram(X, out),
+             ns_line_2=lambda A, alpha, beta, out: out.copy_(beta * A + alpha * A @ A))
+    stand_in(monkeypatch, "muonium.kernels.gram", gram_=gram)
+    stand_in(monkeypatch, "flash_muon.matmul_transpose_triton", matmul_transpose_assign=gram)
+    stand_in(monkeypatch, "emerging_optimizers.orthogonalized_optimizers.muon_utils", newton_schulz=newton_schulz)
+    torch.manual_seed(0)
+    X, steps = torch.randn(shape), part("newton_schulz.coefficients").steps_of("polar_express", 5)
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    for name in ("torch.compile", "dion", "muonium", "flash_muon", "emerging_optimizers"):
+        with load("trajectories", monkeypatch).InFloat32():
+            out = peers.POLAR[name](steps)(X)
+        assert out.shape == X.shape and out.dtype == X.dtype, name
+        assert max(polar.distance(o, polar.composed(x, steps)) for o, x in zip(out, X)) < 1e-5, name
+    assert torch.get_float32_matmul_precision() == before
+
+    def exact_factors(A):
+        U, _, V = torch.linalg.svd(A, full_matrices=False)
+        return U @ V, None
+
+    monkeypatch.setattr(torch.linalg, "polar", exact_factors, raising=False)
+    out = peers.POLAR["torch.linalg.polar"](steps)(X).double()
+    short = out @ out.mT if shape[1] < shape[2] else out.mT @ out
+    assert torch.allclose(short, torch.eye(24, dtype=torch.float64).expand(2, -1, -1), atol=1e-5)
+
+
+def test_processes_share_the_configurations_of_tuned_kernels(monkeypatch):
+    peers, taken = load("peers", monkeypatch), []
+    for rank in range(6):
+        kernel = types.SimpleNamespace(configs=[0, 1, 2, 3, 4])
+        stand_in(monkeypatch, "flash_muon.matmul_transpose_triton", mmt_kernel=kernel)
+        peers.take_share_of_configs(rank, 6, ["gns", "flash_muon"])
+        taken += [kernel.configs]
+    assert sorted(sum(taken[:5], [])) == [0, 1, 2, 3, 4] and all(taken)
+
+
 def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
     (tmp_path / "old.csv").write_text("commit,gpu\n")
     command = [sys.executable, FOLDER / "polar.py", "--out", tmp_path / "old.csv"]
@@ -194,6 +290,7 @@ def test_lines_of_measured_tables_end_alike():
     ("stacks", ["symmetric", "--stacks", "2x16x16+2x16x40"], "as many rows as columns"),
     ("step", ["--ranks", "1", "4"], "--ranks 4: each of them takes a GPU, and here are 2"),
     ("train", ["--ranks", "3"], "here are 2"), ("wire", ["--ranks", "3"], "here are 2"),
+    ("convergence", ["--path", "dion=.", "timm=."], "--path timm=...: there is no such package here"),
     ("soak", ["--ranks", "4", "--run", "graph"], "needs a GPU for each of 4 ranks"),
     ("soak", ["--ranks", "6", "--mode", "ddp", "hsdp4"], "--mode hsdp4 needs another number of ranks than 6")])
 def test_what_cannot_be_measured_is_said_at_once(script, arguments, message, optimizer, monkeypatch, capsys):
@@ -222,6 +319,49 @@ def test_learning_rates_are_those_of_the_document(tmp_path, monkeypatch):
     text = (FOLDER.parent / "docs" / "learning_rates.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (30m|demo) \| (\w+) \| (.*) \|$", text, re.MULTILINE)
     assert {(model, name): cells.split(" | ") for model, name, cells in rows} == found
+
+
+def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch):
+    """Rules are told apart by three seeds: lower, higher, no difference; others are open or not run."""
+    losses = {("adamw", 0.001): [0.9, 0.91, 0.9], ("muon", 0.004): [0.8, 0.81, 0.79], ("muon", 0.002): [0.85],
+              ("normuon", 0.004): [0.7, 0.711, 0.69], ("cubic", 0.004): [0.9, 0.911, 0.89],
+              ("per_head", 0.004): [0.8, 0.811, 0.789], ("split16", 0.004): [0.8]}
+    columns = load("convergence", monkeypatch).COLUMNS
+    common = dict.fromkeys(columns, "") | {"gpu": "A", "size": "30m", "corpus": "fake", "text_mb": "1.5",
+                                           "parameters": "29000000", "torch": "2.11", "commit": "abc1234"}
+    rows = importlib.import_module("rows")
+    rows.append(tmp_path / "table.csv", columns, [common | row for row in rows_of_losses(losses)])
+    for name in ("learning_rates.md", "evidence.md"):
+        shutil.copy(FOLDER.parent / "docs" / name, tmp_path / name)
+    run("plot_lr.py", tmp_path / "table.csv", "--out", tmp_path / "figures", "--docs", tmp_path)
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"learning_rates_30m.png",
+                                                                       "learning_rates_demo.png"}
+    text = (tmp_path / "evidence.md").read_text()
+    assert 'M parameters, 100 steps, 2.0 M tokens of the text "fake" (1.5 MB). GPU: A. torch 2.11. Commit:' in text
+    # From 1.3 after step 50 to .8 after step 100: .9033, AdamW's loss, after step 89.67
+    assert "| muon | 0.004 | 3 | 0.8000 | 0.0100 | 1.8 M, 90 % |  | 10.00 | 1.00 | 5.00 |\n" in text
+    assert "| normuon | 0.004 | 3 | 0.7003 | 0.0105 | 1.6 M, 80 % | -0.0997 +- 0.0014 | 10.00 | 1.00 | 5.00 |\n" in text
+    for line in ("loss lower than Muon's: normuon.", "no difference from Muon's loss found: per_head.",
+                 "loss higher than Muon's: adamw, cubic.",
+                 "open, fewer than three seeds in common with Muon: split16.", "not run: torch_muon, keller"):
+        assert f"- 30m, {line}" in text
+    assert "| muon | 4 | 3 | 0 |\n" in text and max(map(len, text.split("## Runs")[0].splitlines())) < 130
+    assert "| 30m | muon | 0.004 | 0.8000 | 3 | 1 |\n" in (tmp_path / "learning_rates.md").read_text()
+
+
+def test_parts_of_documents_and_dates_of_the_log(tmp_path, monkeypatch):
+    documents, path = load("documents", monkeypatch), tmp_path / "page.md"
+    path.write_text("a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n")
+    documents.write_parts(path, {"x": ["new", "lines"]})
+    assert path.read_text() == "a\n<!-- begin x -->\n\nnew\nlines\n\n<!-- end x -->\nb\n"
+    assert documents.part(path, "x") == ["new", "lines"]
+    with pytest.raises(SystemExit, match="needs each of these lines once: <!-- begin y -->, <!-- end y -->"):
+        documents.write_parts(path, {"x": ["newer"], "y": []})
+    assert documents.part(path, "x") == ["new", "lines"]
+    log = tmp_path / "log.md"
+    log.write_text("# Log\n\n## 2026-11-02, b?\n\n- Commit: abc1234, def5678 (x)\n\n## 2026-11-01, a?\n\n"
+                   "- Commit: abc1234\n- Found: 1234567\n")
+    assert documents.dates(log) == {"abc1234": "2026-11-02", "def5678": "2026-11-02"}
 
 
 def test_figures_say_which_rows_there_are(tmp_path, monkeypatch):
@@ -470,6 +610,134 @@ def test_convergence_goes_on_where_it_ended(optimizer, tmp_path, monkeypatch):
     for name, seeds in ("adamw", 3), ("muon", 5):
         assert re.search(rf"^\| {name} \| [\d.]+ \| {seeds} \|", text, re.M)
     assert "\n".join(load("convergence", monkeypatch).table(rows)) in text
+
+
+PEER = """
+import torch
+
+
+class {name}(torch.optim.SGD):
+    def __init__(self, params, **given):
+        super().__init__(params, lr=given["lr"], weight_decay=given["weight_decay"])
+        self.given = given
+"""
+
+
+def forget_peers():
+    for name in [name for name in sys.modules if name == "muon" or name.startswith("peer_dion")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def sweep(optimizer, tmp_path, monkeypatch):
+    """(benchmarks/convergence.py, options of a run on a CPU, with stand-ins for packages of others)."""
+    for path, name in (("keller_jordan/muon.py", "SingleDeviceMuon"), ("dion/dion/normuon.py", "NorMuon")):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True)
+        file.write_text(PEER.format(name=name))
+    module = load("convergence", monkeypatch)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    forget_peers()
+    yield module, argparse.Namespace(
+        size="tiny", steps=3, data=str(FOLDER.parent / "tests"), corpus="tests", eager=True, commit="abc",
+        folders={name: tmp_path / name for name in ("keller_jordan", "dion")}, out=tmp_path / "convergence.csv",
+        optimizers=["keller", "dion_normuon", "split16"], seconds=math.inf, runs=None)
+    forget_peers()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
+def test_low_precision_and_other_packages_train_like_the_rest(sweep):
+    convergence, options = sweep
+    found, losses = {}, {}
+    for name in ("muon", "int8_momentum", "split16", "bf16_weights_stochastic", "keller", "dion_normuon"):
+        run = convergence.Run(name, convergence.OPTIMIZERS[name].lr, 2e-3, 2e-3, 0)
+        found[name] = convergence.Training(run, options, torch.device("cpu"))
+        state = found[name].optimizers[0].state
+        if name == "split16":  # it begins with the weights of the other runs, not with those rounded to bf16
+            assert all(state[p]["weight_rest"].any() for p in found[name].model.blocks.parameters() if p.ndim == 2)
+        losses[name] = [float(point.split(":")[1]) for point in found[name].row()["curve"].split()]
+        assert losses[name] == sorted(losses[name], reverse=True), name
+        dtypes = {p.dtype for p in found[name].model.blocks.parameters() if p.ndim == 2}
+        assert dtypes == {torch.bfloat16 if convergence.OPTIMIZERS[name].bf16 else torch.float32}
+        assert found[name].model.embed.weight.dtype == found[name].model.norm.weight.dtype == torch.float32
+    for name in ("int8_momentum", "split16", "bf16_weights_stochastic"):
+        assert losses[name] == pytest.approx(losses["muon"], abs=2e-3)
+        matrix, exact = (found[key].model.blocks[0].attention.query.weight for key in (name, "muon"))
+        assert not torch.equal(matrix.float(), exact) and torch.allclose(matrix.float(), exact, atol=2e-3), name
+    matrix = found["int8_momentum"].model.blocks[0].attention.query.weight
+    assert torch.int8 in {t.dtype for t in found["int8_momentum"].optimizers[0].state[matrix].values()}
+    given = found["keller"].optimizers[0].given
+    assert given["lr"] * given["weight_decay"] == pytest.approx(4e-3 * convergence.DECAY)
+    assert found["dion_normuon"].optimizers[0].given == dict(
+        lr=4e-3, mu=0.95, weight_decay=convergence.DECAY, nesterov=True, adjust_lr="rms_norm")
+
+
+def test_the_sweep_leaves_out_packages_that_are_not_there_and_other_texts(sweep, capsys):
+    convergence, options = sweep
+    path = list(sys.path)
+    assert convergence.Sweep(options).names == ["adamw", "keller", "dion_normuon", "split16"]
+    forget_peers()
+    sys.path[:] = path
+    options.folders = {name: folder / "elsewhere" for name, folder in options.folders.items()}
+    assert convergence.Sweep(options).names == ["adamw", "split16"]
+    text = capsys.readouterr().out
+    assert "dion_normuon is left out: there is no dion/normuon.py" in text
+    assert "keller is left out: muon cannot be imported" in text
+    row = dict.fromkeys(convergence.COLUMNS, "") | {"size": "tiny", "corpus": "tests", "steps": 3, "text_mb": 0.1}
+    importlib.import_module("rows").append(options.out, convergence.COLUMNS, [row])
+    with pytest.raises(SystemExit, match=r"the text has [\d.]+ MB, that of the rows of .* 0.1 MB"):
+        convergence.Sweep(options)
+
+
+def test_the_plan_says_at_least_how_many_runs_are_missing(monkeypatch):
+    sweep = load("convergence", monkeypatch)
+    names = ["adamw", "muon", "torch_muon", "split16"]
+
+    def loss(run):
+        return math.log2(run.lr / 5e-4) ** 2 + math.log2(run.embed_lr / 4e-3) ** 2 + 0.01 * run.seed
+
+    losses, counts = {}, []
+    while runs := [run for name in names for run in sweep.wanted(name, losses)]:
+        missing = sweep.still_missing(names, losses)
+        assert set(runs) <= {run for found in missing.values() for run in found}
+        counts.append(len(losses) + sum(map(len, missing.values())))
+        losses |= {run: loss(run) for run in runs}
+    assert counts == sorted(counts) and counts[0] < len(losses) == counts[-1]
+    assert not any(sweep.still_missing(names, losses).values())
+    assert [len(runs) for runs in sweep.still_missing(["cubic"], losses).values()] == [0, 5]
+
+
+def rows_of_losses(losses):
+    """Rows of a sweep: (optimizer, rate) -> the loss of each seed; the curve falls by a line to the loss."""
+    rates = {"embed_lr": "0.002", "head_lr": "0.002", "steps": "100", "tokens": "2000000", "step_ms": "10",
+             "optimizer_ms": "1", "peak_mib": "5"}
+    return [rates | {"optimizer": name, "lr": str(lr), "seed": str(seed), "heldout_loss": str(loss),
+                     "curve": f"50:{loss + 0.5} 100:{loss}"}
+            for (name, lr), found in losses.items() for seed, loss in enumerate(found)]
+
+
+def test_parity_is_an_equivalence_test_over_seeds(monkeypatch):
+    """torch_muon is compared at our best rate, not at its own."""
+    sweep = load("convergence", monkeypatch)
+    ours = [0.77, 0.76, 0.78, 0.75, 0.77]
+    losses = {("muon", 0.004): ours, ("muon", 0.002): [0.9], ("torch_muon", 0.002): [0.1] * 5}
+    assert sweep.parity(rows_of_losses(losses)) == [
+        "", "muon less torch_muon: 0 seeds with both at these rates; 3 to 5 are needed."]
+    for gap, equal in ((0.0, "yes"), (0.0045, "no")):
+        torchs = [loss - gap + noise for loss, noise in zip(ours, (-0.001, 0, 0.001, 0, 0))]
+        text = sweep.parity(rows_of_losses(losses | {("torch_muon", 0.004): torchs}))[1]
+        assert text.startswith(f"muon less torch_muon, 5 seeds: {gap:+.5f} +- 0.00088 (95 %). A difference of 0.00118 ")
+        assert f"two one-sided tests at 5 %: {equal}; their power, if both are equal, is 100 %" in text
+
+
+def test_the_power_of_the_equivalence_test_is_that_of_simulated_sweeps(monkeypatch):
+    sweep = load("convergence", monkeypatch)
+    torch.manual_seed(0)
+    for count in (3, 5):
+        for error in (0.0015, 0.0025):
+            gaps = error * math.sqrt(count) * torch.randn(100_000, count)
+            found = gaps.mean(1).abs() + sweep.STUDENT_T[count][1] * gaps.std(1) / math.sqrt(count) < sweep.MARGIN
+            assert abs(found.float().mean() - sweep.power_of_tost(error, count)) < 0.01
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")

@@ -14,6 +14,7 @@ import collections
 import csv
 import dataclasses
 import functools
+import importlib
 import inspect
 import json
 import re
@@ -258,6 +259,21 @@ def test_the_tree_of_the_walk_is_complete():
 def test_every_mode_has_a_section():
     sections = set(re.findall(r"^## (.*)$", text_of("docs/modes.md"), re.MULTILINE))
     assert set(table("docs/modes.md", "# Modes")) <= sections
+
+
+def test_tables_of_measurements_are_those_of_the_rows(monkeypatch):
+    """`--docs docs` of benchmarks/plot_lr.py and benchmarks/polar_page.py writes them anew."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    plot_lr, polar_page, documents, convergence = map(
+        importlib.import_module, ("plot_lr", "polar_page", "documents", "convergence"))
+    rows = plot_lr.read(ROOT / "benchmarks" / "results" / "convergence.csv")
+    assert documents.part(ROOT / "docs" / "learning_rates.md", "best rates") == plot_lr.best_rates(rows)
+    for name, lines in plot_lr.evidence(rows).items():
+        assert documents.part(ROOT / "docs" / "evidence.md", name) == lines
+    for name, lines in polar_page.page(polar_page.known_rows(polar_page.RESULTS)).items():
+        assert documents.part(ROOT / "docs" / "polar_benchmark.md", name) == lines
+    assert set(table("docs/polar_benchmark.md", "## What is compared")) == set(polar_page.peers.POLAR)
+    assert f"a difference of {convergence.MARGIN} nats" in text_of("docs/evidence.md").replace("\n", " ")
 
 
 def test_the_numbers_of_the_demo_are_those_of_its_committed_results():

@@ -108,16 +108,20 @@ def test_factors_that_keep_norms(keep_norms, part, device, shape, dtype, apart):
         assert torch.equal(k, keep[i:i + 1]) and torch.equal(s, step[i:i + 1]) and torch.equal(own, radius[i:i + 1])
 
 
-def test_a_weight_is_read_in_the_dtype_of_bf16_updates(keep_norms, path, device):
+@pytest.mark.parametrize("shape", [(40, 24), (1, 56)])
+def test_a_weight_is_read_in_the_dtype_of_bf16_updates(keep_norms, part, path, device, shape):
+    """Where it is stored, and where it was sent to in bf16: equal bits, whatever the width of accesses."""
     if INTERPRETED and path == "triton":
         pytest.skip("the interpreter rounds to bf16 towards zero")
-    W, O = torch.randn(1, 40, 24, device=device), torch.randn(1, 40, 24, device=device).bfloat16()
+    W, O = torch.randn(1, *shape, device=device), torch.randn(1, *shape, device=device).bfloat16()
+    stored = part("kernels.elementwise.row_scattered").ScatteredMatrices([W[0].clone()])
     found = []
-    for weight in (W, W.bfloat16().float()):
-        one = [torch.zeros(1, n, 1, device=device) for n in (40, 1, 1)]
+    for weight in (stored, W, W.bfloat16(), W.bfloat16().float()):
+        one = [torch.zeros(1, n, 1, device=device) for n in (shape[0], 1, 1)]
         keep_norms(weight, O, *one, torch.tensor([0.1], device=device))
-        found.append(one)
-    assert all(map(torch.equal, *found)) and found[0][1] > 0
+        found.append(one[1:])
+    for one in found[1:]:
+        assert all(map(torch.equal, one, found[0])) and one[0] > 0
 
 
 @every_shape

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+ON_GPUS = torch.cuda.is_available()  # in programs: `run` shows them GPUs if there is one for each rank
 SAID = "RESULT "  # a program prints this and a JSON object, once on each rank
 
 
@@ -59,7 +60,12 @@ def say(**found) -> None:
 
 
 def fsdp2_on_cpu() -> None:
-    """Let accelerate shard on gloo ranks: it offers FSDP on accelerators only. Nothing of FSDP2 is changed."""
+    """Let accelerate shard on gloo ranks: it offers FSDP on accelerators only. Nothing of FSDP2 is changed.
+
+    Does nothing where there are GPUs.
+    """
+    if ON_GPUS:
+        return
     from accelerate import state
     from accelerate.utils import DistributedType
 
@@ -105,7 +111,11 @@ def run(program: str, world: int, folder: Path, *args: str, launches_itself: boo
     path = Path(__file__).parent / "programs" / f"run_{program}.py"
     command = [sys.executable, "-W", "ignore", *launch, str(path), *args]
     env = {**os.environ, "FOLDER": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1",
-           "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+           "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if torch.cuda.device_count() < world:
+        env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    elif world == 1:  # else Trainer takes all of them
+        env["CUDA_VISIBLE_DEVICES"] = "0"
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     said = [json.loads(line[len(SAID):]) for line in done.stdout.splitlines() if line.startswith(SAID)]

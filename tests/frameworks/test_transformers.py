@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.frameworks.common import Tokens, llama, run
 from tests.ranks import package
@@ -31,7 +32,7 @@ def test_metrics_in_the_logs(tmp_path):
     from transformers import Trainer, TrainingArguments
 
     args = TrainingArguments(output_dir=str(tmp_path), max_steps=6, per_device_train_batch_size=4, report_to=[],
-                             save_strategy="no", disable_tqdm=True, use_cpu=True)
+                             save_strategy="no", disable_tqdm=True, use_cpu=not torch.cuda.is_available())
     choice = package().MuonFactory, {"lr": 0.02, "process_group": "world"}
     trainer = Trainer(llama(), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=choice)
     trainer.add_callback(package().trainer_metrics(trainer, every=3))

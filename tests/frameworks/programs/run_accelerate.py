@@ -10,7 +10,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 
-from tests.frameworks.common import Tokens, bits, fsdp2_on_cpu, llama, say
+from tests.frameworks.common import ON_GPUS, Tokens, bits, fsdp2_on_cpu, llama, say
 from tests.ranks import package
 
 MODE, FOLDER = sys.argv[1], os.environ["FOLDER"]
@@ -22,7 +22,7 @@ def make():
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         state_dict_type="SHARDED_STATE_DICT") if MODE == "fsdp2" else None
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=not ON_GPUS, fsdp_plugin=plugin, gradient_accumulation_steps=2)
     set_seed(0)
     model = llama()
     optimizer = package().MuonFactory()(model, lr=0.02, process_group="world", shard_state=MODE == "ddp_shard_state")

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
-from tests.frameworks.common import Tokens, digest, llama, say
+from tests.frameworks.common import ON_GPUS, Tokens, digest, llama, say
 from tests.ranks import package
 
 MODE, FOLDER = sys.argv[1], os.environ["FOLDER"] + "/saved"
@@ -25,10 +25,10 @@ def shard(model, mesh):
 
 
 if MODE == "ddp":
-    strategy = DDPStrategy(process_group_backend="gloo")
+    strategy = DDPStrategy(process_group_backend="nccl" if ON_GPUS else "gloo")
 else:
     strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
-fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+fabric = Fabric(accelerator="cuda" if ON_GPUS else "cpu", devices=2, strategy=strategy)
 fabric.launch()
 
 
@@ -43,7 +43,7 @@ def train(model, optimizer, steps):
     for step in steps:
         for micro in (0, 1):
             with fabric.no_backward_sync(model, enabled=micro == 0):
-                rows = ROWS[(step * 4 + micro * 2 + fabric.global_rank) % 60:][:2]
+                rows = ROWS[(step * 4 + micro * 2 + fabric.global_rank) % 60:][:2].to(fabric.device)
                 fabric.backward(model(input_ids=rows, labels=rows).loss)
         fabric.clip_gradients(model, optimizer, max_norm=0.5)
         optimizer.step()

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from tests.frameworks.common import Tokens, digest, llama, say
+from tests.frameworks.common import ON_GPUS, Tokens, digest, llama, say
 from tests.ranks import package
 
 MODE, FOLDER = sys.argv[1], os.environ["FOLDER"]
@@ -54,13 +54,13 @@ def train(checkpoint=None):
     L.seed_everything(0, verbose=False)
     strategy = "auto"
     if MODE.startswith("ddp"):
-        strategy = DDPStrategy(process_group_backend="gloo")
+        strategy = DDPStrategy(process_group_backend="nccl" if ON_GPUS else "gloo")
     elif MODE == "fsdp2":
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=True)
     trainer = L.Trainer(
-        max_steps=6, accelerator="cpu", devices=1 if MODE == "one" else 2, strategy=strategy, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER, gradient_clip_val=0.5,
-        accumulate_grad_batches=2, callbacks=[L.pytorch.callbacks.ModelCheckpoint(
+        max_steps=6, accelerator="cuda" if ON_GPUS else "cpu", devices=1 if MODE == "one" else 2,
+        strategy=strategy, logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER,
+        gradient_clip_val=0.5, accumulate_grad_batches=2, callbacks=[L.pytorch.callbacks.ModelCheckpoint(
             FOLDER, filename="{step}", save_top_k=-1, every_n_train_steps=3)])
     # Equal rows: Lightning begins the data anew inside an epoch
     loader = torch.utils.data.DataLoader([Tokens(1)[0]] * 64, batch_size=2)

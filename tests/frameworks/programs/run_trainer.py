@@ -8,7 +8,7 @@ import sys
 import torch
 from transformers import Trainer, TrainingArguments
 
-from tests.frameworks.common import Tokens, bits, fsdp2_on_cpu, llama, say
+from tests.frameworks.common import ON_GPUS, Tokens, bits, fsdp2_on_cpu, llama, say
 from tests.ranks import package
 
 MODE, WITH_LORA = sys.argv[1], "lora" in sys.argv
@@ -28,14 +28,15 @@ def model():
 
 
 def train(resume=None):
-    more = {} if MODE == "one" else {"ddp_backend": "gloo"}
+    more = {} if MODE == "one" else {"ddp_backend": "nccl" if ON_GPUS else "gloo"}
     if MODE == "fsdp2":
         more |= {"fsdp": True, "fsdp_config": {
             "fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
             "state_dict_type": "SHARDED_STATE_DICT"}}
     args = TrainingArguments(
         FOLDER, max_steps=6, per_device_train_batch_size=4 if MODE == "one" else 2,
-        gradient_accumulation_steps=2, max_grad_norm=0.5, save_steps=3, logging_steps=3, report_to=[], use_cpu=True,
+        gradient_accumulation_steps=2, max_grad_norm=0.5, save_steps=3, logging_steps=3, report_to=[],
+        use_cpu=not ON_GPUS,
         seed=0, disable_tqdm=True, learning_rate=0.02, lr_scheduler_type="cosine", warmup_steps=1, **more)
     trainer = Trainer(model(), args, train_dataset=Tokens(),
                       optimizer_cls_and_kwargs=(package().MuonFactory, dict(CONFIG)))

@@ -95,15 +95,14 @@ def _host_bytes(nbytes: int, device: torch.device, owner: object) -> torch.Tenso
     """Return flat memory on the host; for a CUDA device pinned as long as `owner` lives."""
     if device.type != "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    # Not torch's pinned allocator: it rounds up to a power of two, and keeps what is freed. Whole
-    # pages of its own: two registrations must not share a page.
-    page = mmap.PAGESIZE
-    whole = nbytes + -nbytes % page
-    memory = torch.empty(whole + page, dtype=torch.uint8, device="cpu")
-    first = -memory.data_ptr() % page
-    memory = memory[first : first + whole]
     if not nbytes:
-        return memory
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    # Not torch's pinned allocator: it rounds up to a power of two, and keeps what is freed. Whole
+    # pages of its own, since two registrations must not share a page. The storage begins where the
+    # registration does, or `is_pinned` is False. Shared: after a fork, as of a data loader, writes
+    # of this process do not go to copies of pages that the GPU does not know.
+    whole = nbytes + -nbytes % mmap.PAGESIZE
+    memory = torch.frombuffer(mmap.mmap(-1, whole), dtype=torch.uint8)
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), whole, PORTABLE))
     if error:
         raise RuntimeError(

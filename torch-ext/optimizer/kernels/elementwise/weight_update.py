@@ -43,7 +43,7 @@ from .multi_tensor import (
     write_squares,
 )
 from .norms import BLOCK, OPTIONS, TILE, Groups, inverse, new, number_of, total_of
-from .row_scattered import ScatteredMatrices, matrix_at, memory_of_matrices
+from .row_scattered import ALIGNMENT, ScatteredMatrices, matrix_at, memory_of_matrices
 
 tl = None  # Triton's language, put here by jit
 
@@ -333,6 +333,7 @@ def keep_norms(
     size, tiles = R * C, -(-R * C // TILE)
     sums = new(keep, N, 3, tiles)
     memory, table, aligned = memory_of_matrices(W)
+    aligned = aligned and O.data_ptr() % ALIGNMENT == 0
     key = TILE, table, aligned, launch_key(O, memory)
     arguments = memory, O, sums, size, tiles, table, aligned, TILE
     _products_kernel.launch(N * tiles, key, *arguments, **OPTIONS)
@@ -556,7 +557,12 @@ def _products_kernel(
     if O.dtype.element_ty == tl.bfloat16:
         w = w.to(tl.bfloat16)
     w = w.to(tl.float32)
-    o = tl.load(O + matrix * size + place, mask=inside, other=0.0).to(tl.float32)
+    o_at = O + matrix * size
+    if ALIGNED:
+        # The order of the sums follows the widest access, so O's has to be known: W is in fp32
+        # where it is stored, and may be in bf16 where it was sent to
+        o_at = tl.multiple_of(o_at, 16)
+    o = tl.load(o_at + place, mask=inside, other=0.0).to(tl.float32)
     at = sums + matrix * 3 * tiles + tile
     tl.store(at, tl.sum(w * w))
     tl.store(at + tiles, tl.sum(w * o))

@@ -1,0 +1,197 @@
+"""Polar factors by many packages at 5, 8 and 10 steps: time, error and memory. Rows for docs/polar_benchmark.md.
+
+    make build && python benchmarks/polar_page.py --stacks all --jobs 12 --out polar_page.csv
+    ... --stacks 12x768x3072 --schedules qwen3_8:8 --peers gns dion       one stack, one schedule, two packages
+    python benchmarks/polar_page.py --docs docs                           write the table of the page anew
+
+Inputs are normal, bf16, fresh for each round; the packages of a stack take turns. All have equal coefficients, given by
+the schedule. Times are of a CUDA graph of one call, or with --eager of calls one after another. A package that is
+missing or fails leaves its fields empty, and the note says why. The error is that of the last matrix against the same
+polynomials in fp64, relative, in the Frobenius norm; that of torch.linalg.polar, which is exact, is how far the
+polynomials are from the polar factor. memory_mib is the most memory that a call takes beyond its input, the result
+included.
+
+--docs reads benchmarks/results/polar_page.csv, and the older rows in polar.csv (five steps) and schedules.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+sys.path[:0] = [str(Path(__file__).parent)]
+import peers  # noqa: E402
+import polar  # noqa: E402  benchmarks/polar.py
+import shapes  # noqa: E402
+from documents import dates, write_parts  # noqa: E402
+from rows import add_output, append, read  # noqa: E402
+from schedules import PUBLISHED, Package, makers, schedule_of  # noqa: E402
+
+COLUMNS = ("date commit gpu implementation version set steps n rows cols dtype run median_ms p20_ms p80_ms error "
+           "memory_mib torch triton note").split()
+RESULTS = Path(__file__).parent / "results"
+STACKS = {"eleven": shapes.ROWS, "all": shapes.ROWS + shapes.GRID, "tiny": shapes.TINY}
+
+
+def main() -> None:
+    options = arguments()
+    if options.docs:
+        write_parts(Path(options.docs, "polar_benchmark.md"), page(known_rows(RESULTS)))
+        return
+    if options.jobs and polar.DEVICE == "cuda":
+        mp.spawn(compile_all, (options,), nprocs=options.jobs)
+    package, end, left = Package(), time.monotonic() + options.seconds, []
+    for shape, (name, count) in itertools.product(options.stacks, options.schedules):
+        if time.monotonic() > end:
+            left.append((*shape, count))
+            continue
+        for row in measure(package, shape, name, count, options):
+            append(options.out, COLUMNS, [row])
+            print(*(row[key] for key in COLUMNS[3:17]), row["note"], flush=True)
+    print(f"not measured within {options.seconds} s: {left}" if left else "all stacks and schedules were measured")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stacks", nargs="+", default=["eleven"], help=f"NxRxC, or one of {', '.join(STACKS)}")
+    parser.add_argument("--schedules", nargs="+", type=schedule_of, default=PUBLISHED, help="SET:STEPS")
+    parser.add_argument("--peers", nargs="*", default=list(peers.POLAR), choices=list(peers.POLAR))
+    parser.add_argument("--eager", action="store_true", help="time calls, not a graph of one")
+    parser.add_argument("--seconds", type=float, default=480, help="begin no stack after this time")
+    parser.add_argument("--rounds", type=int, default=5, help="bursts of each competitor")
+    parser.add_argument("--burst-ms", type=float, default=5.0, help="about how long a burst lasts")
+    parser.add_argument("--rest-ms", type=float, default=10.0, help="how long the GPU rests before each burst")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that fill the compilers' caches beforehand")
+    parser.add_argument("--docs", default=None, help="folder of documents: write the table, and measure nothing")
+    add_output(parser, COLUMNS, "polar_page.csv")
+    options = parser.parse_args()
+    try:
+        options.stacks = [s for name in options.stacks for s in STACKS.get(name) or [shapes.stack_of(name)]]
+    except argparse.ArgumentTypeError as why:
+        parser.error(f"--stacks: {why}")
+    return options
+
+
+def measure(package: Package, shape: tuple[int, int, int], name: str, count: int, options: argparse.Namespace):
+    """Yield a row for each implementation on one stack with one schedule."""
+    torch._dynamo.reset()
+    steps, X = package.steps(name, count), torch.randn(shape, device=polar.DEVICE, dtype=torch.bfloat16)
+    exact, memory = polar.composed(X[-1], steps), {}
+    runs = ("graph",) if polar.DEVICE == "cuda" and not options.eager else ("eager",)
+    contest = polar.Contest(X.normal_, options, runs)
+    for maker, make in makers(package, steps, name, count, options).items():
+        contest.enter(maker, functools.partial(with_memory, make, X, memory, maker), lambda f: lambda: f(X),
+                      lambda out: polar.distance(out[-1], exact))
+    for maker, run, result in contest.results():
+        row = polar.row(maker, "", shape, run, result)
+        yield {key: row.get(key, "") for key in COLUMNS} | {
+            "date": datetime.date.today().isoformat(), "commit": options.commit, "set": name, "steps": count,
+            "error": row["error_fp64"], "memory_mib": memory.get(maker, "")}
+    if polar.DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def with_memory(make, X: torch.Tensor, memory: dict[str, float], maker: str):
+    """The function that `make` returns; its second call says the memory, in MiB. The first compiles."""
+    call = make()
+    call(X)
+    if polar.DEVICE == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(X)
+        memory[maker] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+    return call
+
+
+def compile_all(rank: int, options: argparse.Namespace) -> None:
+    """Call the packages on every jobs-th stack and schedule, so that the compilers' caches on disk know them. Of tuned
+    kernels each process compiles its share of the configurations on the first stack.
+    """
+    package = Package()
+    peers.take_share_of_configs(rank, options.jobs, options.peers)
+    tasks = [*itertools.product(options.stacks, options.schedules)]
+    tuned = [(tasks[0], name) for name in options.peers if name in peers.TUNED]
+    for (shape, (name, count)), peer in [*tuned, *itertools.product(tasks[rank::options.jobs], options.peers)]:
+        torch._dynamo.reset()
+        try:
+            X = torch.randn(shape, device=polar.DEVICE, dtype=torch.bfloat16)
+            peers.POLAR[peer](package.steps(name, count))(X)
+        except Exception:  # the note of its row says why
+            continue
+    torch.cuda.empty_cache()
+
+
+# The page
+
+
+def known_rows(results: Path) -> list[dict[str, str]]:
+    """The timed rows of all packages: graphs on GPUs, dated, in the order of the tables."""
+    found, dated = [], dates()
+    for row in read(results / "polar.csv"):
+        if not row["spectrum"] and row["algorithm"] not in ("product", "matmul"):
+            found.append(row | {"set": "polar_express", "steps": "5", "error": row["error_fp64"]})
+    found += [row for row in read(results / "schedules.csv") if row["what"] == "peers"]
+    if (results / "polar_page.csv").exists():
+        found += read(results / "polar_page.csv")
+    return [row | {"date": row.get("date") or dated.get(row["commit"], ""), "memory_mib": row.get("memory_mib", "")}
+            for row in found if row["median_ms"] and row["run"] == "graph"]
+
+
+def page(rows: list[dict[str, str]]) -> dict[str, list[str]]:
+    """The parts of the page: a line for each GPU, schedule and package, and the packages that lack rows."""
+    heads = ("date", "GPU", "steps", "package", "stacks", "time / ours", "least, most", "ours slower at", "error, ours",
+             "memory / ours", "commit")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    by_commit = {(gpu, steps, name): {} for gpu in {row["gpu"] for row in rows} for name, steps in PUBLISHED}
+    for row in rows:
+        stack = tuple(int(row[key]) for key in ("n", "rows", "cols"))
+        commits = by_commit.setdefault((row["gpu"], int(row["steps"]), row["set"]), {})
+        commits.setdefault((row["commit"], row["date"]), {})[row["implementation"], stack] = row
+    lacking = defaultdict(list)
+    for key, commits in sorted(by_commit.items()):
+        for peer in peers.POLAR:
+            pairs = {about: [(found["ours", stack], row) for (name, stack), row in found.items()
+                             if name == peer and ("ours", stack) in found] for about, found in commits.items()}
+            # Most stacks, then the newest: rows of some stacks do not displace those of all
+            about = max(pairs, key=lambda about: (len(pairs[about]), about[1]), default=None)
+            if about and pairs[about]:
+                lines.append(line(key, peer, about, pairs[about]))
+            elif (key[2], key[1]) in PUBLISHED:
+                lacking[f"{key[0]}, {key[1]} steps"].append(peer)
+    missing = [f"- {where}: {', '.join(names)}." for where, names in lacking.items()]
+    return {"table": lines, "missing rows": missing or ["None."]}
+
+
+def line(key: tuple, peer: str, about: tuple[str, str], pairs: list[tuple[dict, dict]]) -> str:
+    """One line of the table: a package beside ours at one commit."""
+    ratios = [float(row["median_ms"]) / float(ours["median_ms"]) for ours, row in pairs]
+    memory = [float(row["memory_mib"]) / float(ours["memory_mib"]) for ours, row in pairs
+              if row["memory_mib"] and float(ours["memory_mib"] or 0)]
+    errors = [statistics.median(float(row["error"]) for row in side if row["error"]) for side in zip(*pairs)]
+    version = pairs[-1][1]["version"]
+    slower = sum(ratio < 0.99 for ratio in ratios)
+    cells = (about[1], key[0].replace("NVIDIA ", "").replace(" 80GB HBM3", ""), f"{key[1]}, {key[2]}",
+             f"{peer}{f' ({version})' if version else ''}", str(len(pairs)), f"{geometric_mean(ratios):.2f}",
+             f"{min(ratios):.2f}, {max(ratios):.2f}", str(slower), f"{errors[1]:.1e}, {errors[0]:.1e}",
+             f"{geometric_mean(memory):.2f}" if memory else "", about[0])
+    return f"| {' | '.join(cells)} |"
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(statistics.mean(map(math.log, values)))
+
+
+if __name__ == "__main__":
+    main()
