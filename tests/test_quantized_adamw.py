@@ -345,6 +345,28 @@ def test_overlap_leaves_the_bits(option, optimizer):
         assert different(found, expected) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [False, True])
+def test_cuda_graphs_have_the_bits_of_steps_from_python(capturable, monkeypatch):
+    """While lr changes in every step."""
+    results = []
+    for graphs in ("auto", "off"):
+        monkeypatch.setenv("OPTIMIZER_GRAPHS", graphs)
+        fulls, _ = fulls_and_gradients()
+        params = [nn.Parameter(full.cuda()) for full in fulls]
+        muon = adamw_of(params, nonfinite="skip", capturable=capturable and graphs == "auto")
+        for p in params:
+            p.grad = torch.empty_like(p)
+        for i in range(6):
+            muon.param_groups[0]["lr"] = 0.01 / (i + 1)
+            for p in params:
+                p.grad.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+            params[0].grad[3, 5] = math.nan if i == 4 else 1.0
+            muon.step()
+        results.append([t.detach() for p in params for t in (p, *muon.state[p].values())])
+    assert same(*results)
+
+
 # saved state -------------------------------------------------------------------------------------------------------
 
 def through_memory(optimizer):
