@@ -30,7 +30,8 @@ from .squares import dequantized_squares_tile, squares_tile
 tl = None  # Triton's language, put here by jit
 
 TILE = 4096  # elements of a program
-SLICE = 1 << 18  # elements that the torch path holds in fp32 at a time
+# Elements that the torch path holds in fp32 at a time, on CPUs and elsewhere
+SLICE, SLICE_OF_DEVICE = 1 << 18, 1 << 24
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 SLACK = 0.999  # see [Note: elements without gradient]
 
@@ -56,7 +57,9 @@ class Constants(NamedTuple):
     @classmethod
     def of(cls, beta1: float, beta2: float, eps: float, decay: int) -> Constants:
         """Return the constants, each rounded to fp32 once, as kernels and torch read them."""
-        numbers = torch.tensor([1.0 - beta1, beta2, 1.0 - beta2, eps], dtype=torch.float32)
+        numbers = [1.0 - beta1, beta2, 1.0 - beta2, eps]
+        # On the CPU whatever the default device is: a graph must not wait for the device
+        numbers = torch.tensor(numbers, dtype=torch.float32, device="cpu")
         return cls(*numbers.tolist(), decay)
 
 
@@ -133,7 +136,7 @@ def _step_torch(
     initial: torch.Tensor | None,
 ) -> None:
     """Compute `_launch` in torch, with the bits of the kernel, a slice of rows at a time."""
-    count = max(1, SLICE // w.shape[1])
+    count = max(1, (SLICE if w.device.type == "cpu" else SLICE_OF_DEVICE) // w.shape[1])
     keep, rate, size, root_of_correction = factors.unbind()
     for start in range(0, len(w), count):
         some = slice(start, start + count)
