@@ -350,6 +350,7 @@ class Sweep:
                 self.names += [name] * (name not in self.names)
         self.workers = torch.cuda.device_count() or 1
         self.left = options.runs  # runs that may still begin; None: all
+        self.failed = []  # optimizers of runs that raised an error
 
     def next_run(self, begun: set[Run]) -> Run | None:
         if time.perf_counter() - self.began > self.options.seconds or self.left == 0:
@@ -375,16 +376,24 @@ class Sweep:
             if not begun:
                 break
             worker, row = results.get()
-            if isinstance(row, str):
-                raise SystemExit(f"{begun[worker]} failed:\n{row}")
-            append(self.options.out, COLUMNS, [row])
-            print({key: row[key] for key in COLUMNS[6:17]}, flush=True)
-            del begun[worker]
+            self.end(begun.pop(worker), row)
             idle.add(worker)
         for order in orders:
             order.put(None)
         for process in processes:
             process.join()
+        if self.failed:
+            raise SystemExit(f"runs failed of: {', '.join(self.failed)}")
+
+    def end(self, run: Run, row: dict | str) -> None:
+        """Keep the row of a run, or, for the text of an error, begin no further run of its optimizer."""
+        if isinstance(row, str):
+            print(f"{run} failed, {run.optimizer} is left out from here on:\n{row}", flush=True)
+            self.names = [name for name in self.names if name != run.optimizer]
+            self.failed.append(run.optimizer)
+        else:
+            append(self.options.out, COLUMNS, [row])
+            print({key: row[key] for key in COLUMNS[6:17]}, flush=True)
 
 
 def work(worker: int, options: argparse.Namespace, orders: mp.SimpleQueue, results: mp.SimpleQueue) -> None:

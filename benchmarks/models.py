@@ -27,14 +27,24 @@ MODELS = {  # name -> [(in how many layers, shape)]
     "tiny_experts": [(1, shape) for shape in [(8, 16, 24), (8, 24, 16)]],
 }
 
+ADAMW = {  # name -> [(in how many layers, shape)]: embeddings, norms and biases, with use_muon=False
+    "gpt2_124m": [(1, (50257, 768)), (1, (1024, 768)), *2 * [(1, (768,))],
+                  *((12, (n,)) for n in (2304, 3072, *6 * [768]))],
+    "qwen3_1p7b": [(1, (151936, 2048)), (1, (2048,)), *((28, (n,)) for n in (2048, 2048, 128, 128))],
+    "llama3_8b": [*2 * [(1, (128256, 4096))], (1, (4096,)), *2 * [(32, (4096,))]],
+    "tiny": [(1, (700, 48)), (2, (32,))],
+}
+ADAMW_BYTES = 28  # an element: gradient in; weight and two averages in and out
 
-def shapes_of(model: str, layers: int | None = None) -> list[tuple[int, ...]]:
-    """The shape of every parameter, layer by layer; `layers` in place of the model's own number.
+
+def shapes_of(model: str, layers: int | None = None, of: dict = MODELS) -> list[tuple[int, ...]]:
+    """The shape of every parameter, layer by layer; `layers` in place of the model's own number. `of`: MODELS, or ADAMW
+    for the parameters that are AdamW's.
 
     What a model has in some of its layers only is in the first ones here.
     """
     own = max(count for count, _ in MODELS[model])
-    return [shape for layer in range(layers or own) for count, shape in MODELS[model]
+    return [shape for layer in range(layers or own) for count, shape in of[model]
             if layer < count or count == own]
 
 

@@ -6,6 +6,7 @@
     ... --modes reduce allreduce                     gradients reduced by the step, and by an all-reduce before it
     ... --modes ddp ddp_sharded                      state on every rank, and at its owner alone (shard_state=True)
     ... --ranks 1 2 4 8 --layers 4 8 16              as it grows
+    ... --adamw --turns 3 --optimizers muon muon_metrics    what metrics cost a step with embeddings, norms and biases
     ... --trace traces                               one more step, profiled, for tools/timeline.py
     python benchmarks/plot_step.py step.csv          figures
 
@@ -24,6 +25,7 @@ import contextlib
 import gc
 import gzip
 import importlib.metadata
+import math
 import os
 import platform
 import statistics
@@ -37,7 +39,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import MODELS, floor_ms, shapes_of  # noqa: E402
+from models import ADAMW, ADAMW_BYTES, COPY_BYTES_PER_S, MODELS, floor_ms, shapes_of  # noqa: E402
 from rows import add_output, append  # noqa: E402
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
@@ -59,7 +61,9 @@ ON_HOST = ("muon_offload", "muon_bf16_offload")  # with momentum on the host
 WITH_METRICS = ("muon_metrics",)  # with collect_metrics
 RULES = ("normuon_columns", "normuon_aspect", "adamuon", "muon_plus", "hyperball", "scion", "dion2",
          "dion3")  # by name, of matrices
-OPTIMIZERS = dict.fromkeys(("muon", "normuon") + IN_8_BITS + IN_BF16 + ON_HOST + WITH_METRICS + RULES)
+AT_OWNERS = {f"{rule}_at_owners": rule for rule in ("adamuon", "normuon", "hyperball")}  # with state_at_owners
+OPTIMIZERS = dict.fromkeys(("muon", "normuon") + IN_8_BITS + IN_BF16 + ON_HOST + WITH_METRICS + RULES
+                           + tuple(AT_OWNERS))
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
 REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 OTHER_WORK = 25, 8192  # so many bf16 products of square matrices of this size take 40 ms on an H100
@@ -108,6 +112,10 @@ def arguments():
                         help="graph: step() with capturable=True; replay: of a CUDA graph of one's own that holds a "
                         "step, which is how peers are timed under a graph")
     parser.add_argument("--layers", type=int, nargs="+", default=[None], help="in place of the model's own number")
+    parser.add_argument("--adamw", action="store_true",
+                        help="also the models' embeddings, norms and biases, by AdamW; the rows' model ends in _adamw")
+    parser.add_argument("--turns", type=int, default=1,
+                        help="measure all cases of a model so often, in turns; a row for each")
     parser.add_argument("--steps", type=int, default=12, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them")
     parser.add_argument("--workspace-mib", type=int, default=None, help="workspace_bytes, in MiB")
@@ -118,6 +126,8 @@ def arguments():
     one_gpu_each(parser, max(options.ranks))
     if "replay" in options.runs and not torch.cuda.is_available():
         parser.error("--runs replay needs a GPU: it replays a CUDA graph")
+    if options.adamw and (unknown := sorted(set(options.models) - set(ADAMW))):
+        parser.error(f"--adamw: {', '.join(unknown)} has no embeddings here; models that have: {', '.join(ADAMW)}")
     return options
 
 
@@ -127,7 +137,7 @@ def worker(rank: int, ranks: int, port: int, options) -> None:
         row = Measurement(rank, ranks, device, options, **case).row()
         gc.collect()  # graphs and hooks make cycles, which hold a model each
         if rank == 0:
-            print({k: row[k] for k in (*COLUMNS[2:15], "layers")}, flush=True)
+            print({k: row[k] for k in (*COLUMNS[2:15], "layers", "behind_ms")}, flush=True)
             append(options.out, COLUMNS, [row])
     leave()
 
@@ -143,8 +153,8 @@ def fits(mode, ranks) -> bool:
 
 
 def cases(options, ranks):
-    """What is measured with so many ranks."""
-    for model in options.models:
+    """What is measured with so many ranks, in every turn."""
+    for model in [model for model in options.models for _ in range(options.turns)]:
         for layers in options.layers:
             for mode in [mode for mode in options.modes if fits(mode, ranks)]:
                 for optimizer in options.optimizers:
@@ -160,9 +170,11 @@ class Measurement:
         self.model, self.layers, self.mode, self.optimizer, self.run = model, layers, mode, optimizer, run
         self.shapes = shapes_of(model, layers)
         dtype = torch.bfloat16 if optimizer in IN_BF16 else torch.float32
-        self.params = parameters(self.shapes, mode, ranks, device, dtype)
+        self.others = shapes_of(model, layers, ADAMW) if options.adamw else []  # stepped by AdamW
+        self.params = parameters([*self.shapes, *self.others], mode, ranks, device, dtype)
         self.opt = self.make()
-        has_more = optimizer in (*IN_8_BITS, *ON_HOST, "muon_split16")  # or other than momentum in fp32
+        # More than momentum in fp32, or other
+        has_more = options.adamw or optimizer in (*IN_8_BITS, *ON_HOST, "muon_split16")
         self.state = self.opt.init_state() if has_more else create_state(self.opt, self.params, mode)
         self.flat = flatten([p.grad for p in self.params]) if mode == "allreduce" else []
         if self.flat:
@@ -177,14 +189,20 @@ class Measurement:
         room = self.options.workspace_mib
         kind = package.NorMuon if self.optimizer in ("normuon", "normuon_int8") else package.Muon
         rule = {"rule": self.optimizer} if self.optimizer in RULES else {}
+        if self.optimizer in AT_OWNERS:
+            rule = {"rule": AT_OWNERS[self.optimizer], "state_at_owners": True}
         if self.optimizer in IN_8_BITS:
             rule = {"state_dtype": torch.int8}
         if self.optimizer == "muon_split16":
             rule = {"master_weights": "split16"}
         if self.optimizer in ON_HOST:
             rule = {"offload_state": True}
+        groups = self.params
+        if self.others:
+            count = len(self.shapes)
+            groups = [{"params": groups[:count]}, {"params": groups[count:], "use_muon": False}]
         opt = kind(
-            self.params, **rule, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=self.mode != "reduce",
+            groups, **rule, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=self.mode != "reduce",
             shard_state=self.mode == "ddp_sharded", capturable=self.run == "graph",
             workspace_bytes=None if room is None else room << 20, **shared)
         opt.collect_metrics = self.optimizer in WITH_METRICS
@@ -218,8 +236,9 @@ class Measurement:
         quantiles = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
         return {
             "commit": self.options.commit, "gpu": device_name(self.device), "ranks": self.ranks,
-            "mode": self.mode, "model": self.model, "implementation": "ours", "optimizer": self.optimizer,
-            "run": self.run, "median_ms": round(statistics.median(times), 4), "p20_ms": round(quantiles[0], 4),
+            "mode": self.mode, "model": self.model + "_adamw" * bool(self.others), "implementation": "ours",
+            "optimizer": self.optimizer, "run": self.run,
+            "median_ms": round(statistics.median(times), 4), "p20_ms": round(quantiles[0], 4),
             "p80_ms": round(quantiles[3], 4), "host_ms": round(statistics.median(hosts), 4),
             "first_step_s": round(figures[-2].item(), 3), "extra_mib": round(figures[-1].item() / 2**20, 1),
             "floor_ms": round(self.floor_ms(), 4), "torch": torch.__version__, "triton": triton_version(),
@@ -233,13 +252,15 @@ class Measurement:
         self.step = graph.replay
 
     def floor_ms(self) -> float:
-        """Of this mode; that of a single GPU and of expert parallelism has no all-to-all."""
+        """Of this mode; that of a single GPU and of expert parallelism has no all-to-all. AdamW's part is its bytes."""
         mesh = MESHES[self.mode](self.ranks)
+        others_ms = 1e3 * ADAMW_BYTES * sum(map(math.prod, self.others)) / COPY_BYTES_PER_S
         if mesh is None:
             alone = self.mode == "single"
-            return floor_ms(self.shapes, 1 if alone else self.ranks, 1, self.mode)
+            return floor_ms(self.shapes, 1 if alone else self.ranks, 1, self.mode) + others_ms
         copies = mesh[0][0] if mesh[1][0] == "R" else 1
-        return floor_ms(self.shapes, self.ranks, self.ranks // copies, self.mode)
+        shards = self.ranks // copies
+        return floor_ms(self.shapes, self.ranks, shards, self.mode) + others_ms / shards
 
     def look(self) -> None:
         """The profiled step and the report, where they were asked for."""
@@ -292,12 +313,15 @@ def parameters(shapes, mode, ranks, device, dtype=torch.float32) -> list:
 
         mesh = init_device_mesh(device.type, layout[0])
         placements = [Replicate() if letter == "R" else Shard(int(letter)) for letter in layout[1]]
+        # A vector has no columns to shard
+        of_vectors = [Replicate() if p.is_shard(1) else p for p in placements]
 
     def normal(shape, size):
         whole = torch.randn(shape, device=device, generator=generator).mul_(size).to(dtype)
         if layout is None:
             return whole
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()  # not a view of the whole
+        chosen = placements if len(shape) > 1 else of_vectors
+        return distribute_tensor(whole, mesh, chosen, src_data_rank=None).clone()  # not a view of the whole
 
     params = [nn.Parameter(normal(shape, 0.02)) for shape in shapes]
     for p in params:

@@ -272,6 +272,11 @@ def others(arch: str, shared: int):
             if decay == 0:
                 for kind in (dict(DECAY=3, FACTORS=1), dict(DECAY=0, FACTORS=1), dict(DECAY=0, FACTORS=2, ACCESS=1)):
                     yield compile_for(arch, update._update_kernel, {**arguments, **kind, "ROUNDS": rounds})
+    sample = part("kernels.metrics.sample")
+    for kernel, splits in itertools.product((sample._save_kernel, sample._add_kernel), (False, True)):
+        kinds = {"TYPE_0": triton.language.int16, "TYPE_1": triton.language.int16} if splits else {}
+        yield compile_for(arch, kernel, dict(table, saved="*fp32", squares="*fp32", SPLIT=splits, **kinds),
+                          num_warps=8, enable_fp_fusion=False)
     for kernel in (halves._join_kernel, halves._split_kernel):
         yield compile_for(arch, kernel, dict(wide="*fp32", weights="*i16", rests="*i16", count="i32", TILE=4096),
                           num_warps=8, enable_fp_fusion=False)

@@ -457,6 +457,12 @@ def test_step_measures_every_mode_and_is_drawn(optimizer, tmp_path):
     common = ["--models", "tiny", "--ranks", 2, "--steps", 2, "--warmup", 1, "--commit", "abc"]
     modes = ["fsdp", "hsdp", "hsdp4", "tp_fsdp", "ddp", "ddp_sharded", "reduce", "allreduce", "single"]
     assert "than 2 ranks: hsdp4\n" in run("step.py", *common, "--modes", *modes, "--out", tmp_path / "step.csv")
+    run("step.py", *common, "--modes", "tp_fsdp", "--adamw", "--turns", 2, "--optimizers", "muon", "muon_metrics",
+        "--out", tmp_path / "metrics.csv")
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        turns = list(csv.DictReader(file))
+    assert [row["optimizer"] for row in turns] == 2 * ["muon", "muon_metrics"]
+    assert {row["model"] for row in turns} == {"tiny_adamw"} and all(float(row["median_ms"]) > 0 for row in turns)
     text = run("step.py", *common, "--modes", "fsdp", "ep", "--runs", "eager", "graph", "--optimizers", "normuon",
                "--layers", 1, 3, "--trace", tmp_path, "--report", "--out", tmp_path / "step.csv")
     with open(tmp_path / "step.csv", newline="") as file:
@@ -518,6 +524,10 @@ def test_shapes_of_models(monkeypatch):
     elements = {name: sum(math.prod(shape) for shape in models.shapes_of(name)) for name in models.MODELS}
     assert 1.00e12 < elements["kimi_k2"] < 1.05e12 and 6.9e9 < elements["llama3_8b"] < 7.1e9
     assert len(models.shapes_of("kimi_k2", 2)) == 2 * (5 + 3 + 3) + 3 and len(models.shapes_of("gpt2_124m", 30)) == 180
+    # With what AdamW steps, all parameters of openai-community/gpt2 and of meta-llama/Llama-3.1-8B
+    for name, count in (("gpt2_124m", 124_439_808), ("llama3_8b", 8_030_261_248)):
+        elements[name] += sum(math.prod(shape) for shape in models.shapes_of(name, of=models.ADAMW))
+        assert elements[name] == count
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
@@ -598,7 +608,8 @@ def test_runs_that_diverge_are_followed_by_lower_rates(monkeypatch):
 def test_convergence_goes_on_where_it_ended(optimizer, tmp_path, monkeypatch):
     """A call that ends after four runs, and another one: rows are trained once."""
     out = tmp_path / "convergence.csv"
-    common = "convergence.py", "--size", "tiny", "--steps", 2, "--eager", "--optimizers", "muon", "--out", out
+    common = ("convergence.py", "--size", "tiny", "--steps", 2, "--eager", "--optimizers", "muon", "--data",
+              FOLDER.parent / "tests", "--out", out)
     run(*common, "--runs", 4)
     with open(out, newline="") as file:
         first = list(csv.DictReader(file))
@@ -687,6 +698,17 @@ def test_the_sweep_leaves_out_packages_that_are_not_there_and_other_texts(sweep,
     importlib.import_module("rows").append(options.out, convergence.COLUMNS, [row])
     with pytest.raises(SystemExit, match=r"the text has [\d.]+ MB, that of the rows of .* 0.1 MB"):
         convergence.Sweep(options)
+
+
+def test_an_optimizer_whose_run_fails_is_left_out_and_others_go_on(sweep, capsys):
+    convergence, options = sweep
+    running = convergence.Sweep(options)
+    run = convergence.Run("keller", 1e-2, 1e-3, 1e-3, 0)
+    running.end(run, "Traceback: no")
+    assert running.names == ["adamw", "dion_normuon", "split16"] and running.failed == ["keller"]
+    assert "keller is left out from here on:\nTraceback: no" in capsys.readouterr().out and not options.out.exists()
+    running.end(run, dict.fromkeys(convergence.COLUMNS, "1"))
+    assert len(importlib.import_module("rows").read(options.out)) == 1
 
 
 def test_the_plan_says_at_least_how_many_runs_are_missing(monkeypatch):

@@ -34,7 +34,10 @@ BY_ROWS = {"dense.muon": (33, 7), "dense.normuon": (10, 12), "dense.adamuon": (9
 # Owners of state cannot divide state of columns
 BY_COLUMNS = {"dense.normuon_columns": (9, 7), "dense.normuon_aspect": (7, 12), "dense.scion": (12, 7),
               "experts.normuon_aspect": (8, 10, 6), "rest.sgd": (9, 5), "rest.adamw": (4, 6)}
-SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE, "rules": BY_ROWS, "column rules": BY_COLUMNS}  # by `even`
+AT_OWNERS = {"dense.adamuon": (33, 7), "dense.hyperball": (7, 10), "dense.normuon_columns": (10, 12),
+             "experts.adamuon": (8, 6, 10), "experts.normuon": (8, 10, 6), "rest.adamw": (50, 6)}
+SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE, "rules": BY_ROWS, "column rules": BY_COLUMNS,  # by `even`
+          "rules at owners": AT_OWNERS}
 BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm",  # the others are fp32
         "dense.hyperball", "dense.scion", "rest.lion", "experts.normuon_aspect")
 STEPS = 3
@@ -42,7 +45,9 @@ IN = {"8 bits": {"state_dtype": torch.int8}, "halves": {"master_weights": "split
 
 
 def placements_of(layout, world):
-    """(mesh shape, {kind of parameter: placements}); None for the layouts of plain parameters."""
+    """(mesh shape, {kind of parameter: placements}); None for the layouts of plain parameters. "NAME at owners" is
+    layout NAME with state_at_owners=True.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -57,7 +62,7 @@ def placements_of(layout, world):
         "ep": ((world,), {"dense": [R], "experts": [S(0)], "rest": [R]}),
         "ep x fsdp": ((2, half), {"dense": [S(0), R], "experts": [S(1), S(0)], "rest": [S(0), R]}),
         "hsdp x tp": ((2, 2, world // 4), {"dense": [R, S(0), S(1)], "experts": [R, S(0), S(1)], "rest": [R, S(0), R]}),
-    }.get(layout)
+    }.get(layout.removesuffix(" at owners"))
 
 
 def model_of(shapes, layout, world, device="cpu"):
@@ -86,6 +91,7 @@ def dtype_of(name):
 def build(model, name, layout="one process", **more):
     plain = {"ddp": {"process_group": dist.group.WORLD},
              "unreduced": {"process_group": dist.group.WORLD, "grads_are_reduced": False}}.get(layout, {})
+    plain |= {"state_at_owners": True} if layout.endswith(" at owners") else {}
     if name == "each rule":
         groups = [{"params": [p], "rule": n.split(".")[1], "use_muon": not n.startswith("rest"), "lr": 0.02}
                   for n, p in model.named_parameters()]
@@ -289,6 +295,7 @@ def test_and_with_8_bit_momentum(tmp_path):
 EACH_RULE = {
     "rules": [("fsdp", 4), ("tp x fsdp", 4), ("unreduced", 4), ("fsdp columns", 2), ("ddp", 2)],
     "column rules": [("hsdp", 4), ("fsdp columns", 4), ("tp x fsdp", 4), ("ddp", 2)],
+    "rules at owners": [("hsdp at owners", 4), ("tp x fsdp at owners", 4), ("ep x fsdp", 4)],
 }
 
 

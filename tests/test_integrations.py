@@ -241,7 +241,7 @@ WRONG = {
     "momentum beside an override": (
         {"momentum": 2.0, "overrides": {"*.up.weight": {"lr": 0.1}}}, "MuonFactory: momentum=2.0 is not allowed"),
     "eps of an override": ({"overrides": {"embed*": {"eps": -1}}},
-                           r"overrides\['embed\*'\]: in group 0 .*: eps=-1 is not allowed"),
+                           r"overrides\['embed\*'\]: parameters embed_tokens.weight: eps=-1 is not allowed"),
     "eps of matrices in an override": ({"overrides": {"*.up.weight": {"eps": 1e-5}}}, "for Muon .* no key 'eps'"),
     "two names": ({"eps": 1e-8, "adamw_eps": 1e-8}, "eps and adamw_eps mean one value"),
     "betas": ({"betas": [0.9, 2.0]}, r"MuonFactory: betas=\(0.9, 2.0\) is not allowed"),
@@ -266,8 +266,34 @@ WRONG = {
     "matrices' key with rule of AdamW": (
         {"overrides": {"embed*": {"rule": "lion", "eps": 1e-5}}}, "for AdamW .* no key 'eps'"),
     "text in override": ({"overrides": {"*.up.weight": {"lr": "1e-3"}}}, r"overrides\['\*.up.weight'\]: lr: '1e-3'"),
-    "split that does not fit": ({"overrides": {"*.up.weight": {"split": {"rows": [3, 4]}}}},
-                                r"MuonFactory: overrides\['\*.up.weight'\]: .*layers.0.up.weight .*add up to 7 rows"),
+    "split that does not fit": (
+        {"overrides": {"*.up.weight": {"split": {"rows": [3, 4]}}}}, r"MuonFactory: overrides\['\*.up.weight'\]: "
+        "parameter layers.0.up.weight .*add up to 7 rows, not to 16: correct split"),
+    "heads that do not fit": ({"overrides": {"*.up.weight": {"split": {"heads": 3}}}},
+                              r"overrides\['\*.up.weight'\]: parameter layers.0.up.weight .*: correct split"),
+    "split of some parameters": ({"split": {"heads": 2}}, r"split: \{'heads': 2\} is not .* overrides: \{pattern"),
+    "betas as spelt": ({"adamw_betas": [0.9, 2.0]}, r"MuonFactory: adamw_betas=\(0.9, 2.0\) is not allowed"),
+    "eps as spelt": ({"adamw_eps": -1.0}, "MuonFactory: adamw_eps=-1.0 is not allowed"),
+    "rate of AdamW": ({"adamw_lr": -1.0}, "MuonFactory: adamw_lr=-1.0 is not allowed"),
+    "factor as spelt": ({"adjust_lr": "spectrl"}, "MuonFactory: adjust_lr='spectrl' is not allowed"),
+    "factor with its usual name": ({"adjust_lr_fn": "spectrl"}, "MuonFactory: adjust_lr_fn='spectrl' is not allowed"),
+    "two factors": ({"adjust_lr": 1.0, "adjust_lr_fn": 1.0}, "adjust_lr and adjust_lr_fn mean one value"),
+    "two factors in override": ({"overrides": {"*.up.weight": {"adjust_lr": 1.0, "adjust_lr_fn": 1.0}}},
+                                r"overrides\['\*.up.weight'\]: two keys mean adjust_lr_fn"),
+    "factor of an override": ({"overrides": {"*.up.weight": {"adjust_lr": "x"}}},
+                              r"overrides\['\*.up.weight'\]: parameters .*up.weight, ...: adjust_lr='x' is not"),
+    "Muon's eps as text in override": ({"overrides": {"*.up.weight": {"ns_eps": "1e-7"}}},
+                                       r"overrides\['\*.up.weight'\]: ns_eps: '1e-7' is a text, but float"),
+    "option of the rule": ({"rule": "dion2", "fraction": 2}, "parameters layers.0.q_proj.weight, ...: fraction=2"),
+    "bytes as text": ({"workspace_bytes": "1e9"}, "workspace_bytes: '1e9' is a text, but int is needed"),
+    "truth as text": ({"nesterov": "no"}, "nesterov: 'no' is a text, but bool is needed .write true or false"),
+    "text for a refused option": ({"amsgrad": "false"}, "amsgrad='false' is not supported: leave it out"),
+    "report": ({"report": "yes"}, "report: 'yes' is not allowed: it must be true or false"),
+    "clip": ({"qk_clip": 100.0}, "qk_clip: 100.0 is not allowed: it must map arguments of QKClip.of"),
+    "threshold as text": ({"qk_clip": {"threshold": "1e2"}}, "qk_clip: threshold: '1e2' is a text, but float"),
+    "group of ranks": ({"process_group": True}, "process_group: True is not allowed: it must be 'world'"),
+    "Trainer's name": ({"learning_rate": 0.1}, "there is no key 'learning_rate'; did you mean 'lr'"),
+    "capitals": ({"Weight_Decay": 0.1}, "there is no key 'Weight_Decay'; did you mean 'weight_decay'"),
 }
 
 
@@ -422,6 +448,58 @@ def test_what_dion_has_and_this_package_has_not_is_refused(options, message):
 
 
 # torchtitan's stages
+
+
+WRONG_OF_DION = {
+    "rate": ({"lr": "1e-3"}, "lr: '1e-3' is a text, but float is needed"),
+    "momentum as text": ({"mu": "0.9"}, "mu: '0.9' is a text"),
+    "momentum": ({"mu": 2.0}, "mu=2.0 is not allowed"),
+    "betas": ({"betas": (0.9, 2.0)}, r"betas=\(0.9, 2.0\) is not allowed"),
+    "one beta": ({"betas": 0.9}, "betas=0.9 is not allowed: it must be two numbers"),
+    "truth": ({"cautious_wd": "yes"}, "cautious_wd: 'yes' is a text, but bool"),
+    "factor": ({"adjust_lr": ["rms_norm"]}, r"adjust_lr=\['rms_norm'\] must be one of"),
+    "mesh": ({"distributed_mesh": "world"}, "distributed_mesh was given, but torch.distributed is not initialized"),
+}
+WRONG_GROUPS_OF_DION = {
+    "momentum": ({"mu": 2.0}, r"in group 0 \(#0\): mu=2.0 is not allowed"),
+    "other rule": ({"muon_beta2": 0.5}, "there is no key 'muon_beta2'"),
+    "heads as text": ({"num_heads": "2"}, "num_heads='2' is not allowed: it must be a whole number"),
+    "heads": ({"num_heads": 3}, "num_heads=3 does not divide the 8 rows"),
+    "sizes": ({"split_sizes": [3, 4]}, r"split_sizes=\[3, 4\] add up to 7 rows, but a parameter has 8"),
+    "a size": ({"split_sizes": 8}, "split_sizes=8 is not allowed: it must be a list"),
+    "misspelt": ({"num_haeds": 2}, "there is no key 'num_haeds'; did you mean 'num_heads'"),
+    "epsilon": ({"algorithm": "adamw", "epsilon": -1.0}, "epsilon=-1.0 is not allowed"),
+    "beta": ({"algorithm": "adamw", "beta1": 2.0}, "beta1=2.0 is not allowed"),
+    "algorithm": ({"algorithm": "adam"}, "algorithm='adam' must be 'muon', 'adamw' or 'lion'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OF_DION)
+def test_errors_speak_of_dions_arguments(name):
+    options, message = WRONG_OF_DION[name]
+    with pytest.raises(ValueError, match=f"^DionMuon: .*{message}"):
+        package().DionMuon(drawn([(8, 4)])[0], **options)
+
+
+@pytest.mark.parametrize("name", WRONG_GROUPS_OF_DION)
+def test_errors_speak_of_keys_of_dions_groups(name):
+    """At construction and when a group is added."""
+    keys, message = WRONG_GROUPS_OF_DION[name]
+    with pytest.raises(ValueError, match=f"^DionMuon: .*{message}"):
+        package().DionMuon([{"params": drawn([(8, 4)])[0], **keys}])
+    optimizer = package().DionMuon(drawn([(8, 4)])[0])
+    with pytest.raises(ValueError, match=f"^DionMuon: .*{message.replace('group 0', 'group 1')}"):
+        optimizer.add_param_group({"params": drawn([(8, 4)])[0], **keys})
+    with pytest.raises(ValueError, match="DionMuon: group of dion: the key 'params' is missing"):
+        optimizer.add_param_group({"lr": 0.1})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_factor_has_dions_name_too():
+    """Some frameworks take keys that end with _fn for functions to import."""
+    optimizer = built(adjust_lr=3.0, overrides={"layers.0.q_proj.weight": {"adjust_lr": 2.0}})
+    factors = values(optimizer, "adjust_lr_fn")
+    assert (factors["layers.0.q_proj.weight"], factors["layers.1.q_proj.weight"]) == (2.0, 3.0)
 
 
 def test_stages_keep_the_patterns_that_concern_them():

@@ -436,6 +436,7 @@ def test_the_entry_takes_the_place_of_megatrons(registry):
     ({"shard_state": True}, ValueError, "there is no key 'shard_state'"),
     ({"name": 3}, ValueError, "name=3 is not allowed: it must be a text"),
     ({"name": ""}, ValueError, "name='' is not allowed"),
+    ({"eps": -1.0}, ValueError, "register_megatron_muon: eps=-1.0 is not allowed"),
     ({"split_gate_up": "yes"}, ValueError, "split_gate_up='yes' is not allowed: it must be True or False"),
 ])
 def test_options_that_are_refused(registry, options, error, message):
@@ -459,6 +460,10 @@ def test_an_older_megatron_is_refused(registry):
 
 @pytest.mark.parametrize("changed, message", [
     ({"muon_scale_mode": "spectrum"}, "muon_scale_mode: 'spectrum' is not allowed; did you mean 'spectral'"),
+    ({"muon_extra_scale_factor": "0.2"}, "muon_extra_scale_factor='0.2' is not allowed: it must be a finite"),
+    ({"muon_extra_scale_factor": -1.0}, "muon_extra_scale_factor=-1.0 is not allowed"),
+    ({"muon_split_qkv": "no"}, "muon_split_qkv='no' is not allowed: it must be True or False"),
+    ({"muon_coefficient_type": ["quintic"]}, r"muon_coefficient_type: \['quintic'\] is not allowed"),
     ({"muon_coefficient_type": "custom"}, "muon_coefficient_type: 'custom' is not allowed; allowed: aol, cans"),
     ({"muon_fp32_matmul_prec": "low"}, "muon_fp32_matmul_prec: 'low'"),
     ({"muon_num_ns_steps": 0}, "OptimizerConfig: muon_num_ns_steps"),

@@ -118,6 +118,8 @@ RULES = {
     "dion3": ({"rule": "dion3", "blocks": 3}, {"rule": "sign"}),
     "hyperball": ({"rule": "hyperball"}, {}),
     "adamuon": ({"rule": "adamuon"}, {}),
+    "adamuon, state at owners": ({"rule": "adamuon", "state_at_owners": True}, {}),
+    "hyperball, state at owners": ({"rule": "hyperball", "state_at_owners": True}, {}),
     "normuon_columns": ({"rule": "normuon_columns"}, {}),
     "normuon_aspect": ({"rule": "normuon_aspect"}, {}),
     "muon_plus, skip": ({"rule": "muon_plus", "nonfinite": "skip"}, {}),

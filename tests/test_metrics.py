@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import csv
 import importlib
+import itertools
 import math
 import pickle
 import sys
@@ -246,6 +247,23 @@ def test_orthogonality_error(shape, rtol, optimizer):
     assert math.isclose(opt.metrics().groups[0].orthogonality_error, error, rel_tol=rtol)
 
 
+@pytest.mark.parametrize("dtype, atol", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)],
+                         ids=str)
+def test_orthogonality_error_in_the_dtype_of_O(dtype, atol, part, device):
+    """Of nearly orthogonal matrices, up to 16 rows exact but for rounding: in a stack and in pieces, wide and tall."""
+    sample = part("metrics.collector").OrthogonalitySample
+    Rows = part("kernels.elementwise.row_scattered").ScatteredRows
+    O = torch.linalg.qr(torch.randn(64, 16))[0].mT * torch.linspace(0.8, 1.2, 16)[:, None]
+    O = O.to(device, dtype)
+    wide = O.double()
+    error = ((wide @ wide.mT - torch.eye(16, device=device)).norm() / 4).item()
+    pieces = [O[:8].contiguous(), O[8:].contiguous()]
+    for stack in (torch.stack([O, O]), torch.stack([O.mT, O.mT]), Rows([[O], pieces]), Rows([[O], pieces]).mT):
+        one = sample(stack, 1, 0)
+        one.measure()
+        assert math.isclose(one.error().item(), error, abs_tol=atol) and error > 0.2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_values_do_not_depend_on_the_default_dtype(dtype, optimizer):
     """Sums and probes were kept in it: steps failed half-way. Errors of a small matrix are exact, and estimated of a
@@ -282,6 +300,119 @@ def test_sampled_matrices_are_large_but_cheap(part, optimizer, monkeypatch):
         (sampled,) = [store.collector.sampled for store in opt._bound.stores]
         chosen.append([(m.rows, m.cols) for m in sampled])
     assert chosen == [[(10, 10)], [(20, 10)]]
+
+
+# Sampled elements ----------------------------------------------------------------------------------------------------
+
+SAMPLED = [((97, 70), "rows"), ((60, 96), "columns"), ((48, 60), "tiles"), ((6, 8, 90), "tiles"), ((4, 30, 64), "3d"),
+           ((5000,), "rows"), ((40, 96), "interleaved")]
+
+
+@pytest.mark.parametrize("shape, way", SAMPLED)
+def test_ranks_read_the_elements_that_one_process_reads(shape, way, part, monkeypatch):
+    """Elements of a sample are known by their number in the whole parameter; every stratum has one chunk."""
+    monkeypatch.setattr(part("metrics.regions"), "READ_ELEMENTS", 1)
+    sampled, Layout = part("metrics.regions").regions_of, part("params.layout").Layout
+    cuts = {"rows": [(0, 3)], "columns": [(1, 4)], "tiles": [(0, 2), (1, 3)], "3d": [(0, 2), (1, 2), (2, 2)],
+            "interleaved": [(1, 4)]}[way]
+    interleaved, groups = ((1, 2), 2) if way == "interleaved" else ((), 1)
+    sides = [[(i * n // k // groups * groups, (i + 1) * n // k // groups * groups) for i in range(k)]
+             for d, n in enumerate(shape) for k in [dict(cuts).get(d, 1)]]
+    boxes = dict(enumerate(itertools.product(*sides)))
+    layout = Layout(shape, boxes, (tuple(boxes),), interleaved=interleaved)
+    numbers = torch.arange(math.prod(shape)).view(shape)
+
+    def read(layout, rank):
+        """The numbers that a rank reads, from its local tensor."""
+        local, regions = layout.cut(numbers, rank).flatten(), sampled(layout, rank)
+        found = [local[region.indices()] for region in regions]
+        assert [region.count() for region in regions] == list(map(len, found))
+        assert all(len(some) <= region.slots for some, region in zip(found, regions))
+        return torch.cat(found) if found else local[:0]
+
+    whole = Layout(shape, {0: tuple((0, n) for n in shape)}, ((0,),))
+    expected = read(whole, 0)
+    assert torch.equal(torch.cat([read(layout, rank) for rank in boxes]).sort().values, expected.sort().values)
+    strata = (expected // 512).bincount()  # 32 chunks of 16
+    assert set(strata[:numbers.numel() // 512].tolist()) == {16} and len(expected) == len(expected.unique())
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "split"], ids=str)
+def test_sums_of_sampled_elements(dtype, part, device, monkeypatch):
+    """Against fp64, in both paths: of a large tensor, a rectangle of one, a small tensor, and an empty one."""
+    table, sample, split = (part(f"kernels.{name}") for name in
+                            ("elementwise.multi_tensor", "metrics.sample", "weights.split"))
+    regions = [[sample.Region(1, 70_000, 0, 0, 0, 0, 32)], [sample.Region(7, 90, 0, 90, 40, 300, 32)],
+               [sample.Region(1, 35, 0, 0, 0, 0, 1)], []]
+    torch.manual_seed(0)
+    before, after, M = ([torch.randn(n, device=device) for n in (70_000, 630, 35, 0)] for _ in "123")
+    M[1] = M[1].bfloat16()
+    if dtype == torch.bfloat16:
+        before, after = ([w.bfloat16() for w in some] for some in (before, after))
+    wide = [[w.double() for w in some] for some in (before, after)]
+    for path in ("torch", "triton"):
+        take(path, monkeypatch)
+        old = [w.clone() for w in before]
+        weights, new = sample.Weights(old), sample.Weights(after)
+        if dtype == "split":
+            weights, new = (sample.Weights(*map(list, zip(*map(split.split, some)))) for some in (old, after))
+        squares = table.Squares()
+        sums = sample.SampledSquares(squares, regions, weights, new, M)
+        saved = sums.save()
+        for w in weights.W:
+            w.fill_(math.nan)  # the step changes weights in place
+        sums(saved)
+        assert sum(region.count() for some in regions for region in some) < 3000
+        for i, found in enumerate(squares.totals(4)):
+            index = torch.cat([torch.arange(0), *(region.indices() for region in regions[i])]).to(device)
+            w, o, m = (t.flatten()[index].double() for t in (wide[1][i], wide[0][i], M[i]))
+            wanted = torch.stack([t.square().sum() for t in (w - o, w, m)])
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["fsdp columns", "tp x fsdp", "hsdp", "shard_state", "unreduced"])
+def test_sums_of_samples_do_not_depend_on_the_layout(layout, part, monkeypatch):
+    """Parameters of AdamW, Lion and SGD are sampled here, of which some ranks read nothing."""
+    monkeypatch.setattr(part("metrics.regions"), "READ_ELEMENTS", 8)
+    monkeypatch.setattr(part("metrics.regions"), "SHARE", 2)
+    params = [[nn.Parameter(t) for t in some] for some in whole(0)]
+    opt = build(params, **EXACT)
+    before = take_steps(opt, params, torch.clone)
+    expected = opt.metrics(per_parameter=True).as_dict()
+    exact_values = expected_of(opt, params, before)
+    sampled = [key for key, value in exact_values.items() if not math.isclose(expected[key], value, rel_tol=1e-3)]
+    assert "muon/parameters/2.0/momentum_norm" in sampled and not any("parameters/0" in key and "share" not in key
+                                                                      for key in sampled)
+    for found, _, bits in run_threads(4, sharded, layout):
+        assert bits
+        assert_close(found, expected)
+
+
+def test_samples_are_near_all_elements(device, optimizer):
+    """Of an embedding, tokens by Zipf's law: rows of frequent tokens have most of the momentum (docs/metrics.md). Bits
+    are those of a step without sums. Gradients stay where they are, so that GPUs replay the step.
+    """
+    torch.manual_seed(0)
+    V, D, p = 4096, 256, 1 / torch.arange(1.0, 4097.0)
+    values = 0.02 * torch.randn(V, D)
+    params = [nn.Parameter(values.to(device, copy=True)) for _ in "12"]
+    opts = [optimizer.Muon([{"params": [w], "use_muon": False}], lr=1e-3) for w in params]
+    opts[0].collect_metrics = True
+    for w in params:
+        w.grad = torch.empty_like(w)
+    for _ in range(5):
+        tokens = torch.multinomial(p, 2048, replacement=True)
+        grad = torch.zeros(V, D).index_add_(0, tokens, torch.randn(2048, D))
+        before = params[0].detach().clone()
+        for w, opt in zip(params, opts):
+            w.grad.copy_(grad)
+            opt.step()
+    values, _ = exact([before], [params[0].detach()], [opts[0].state[params[0]]["exp_avg"]])
+    found = opts[0].metrics().groups[0]
+    errors = [getattr(found, key) / value - 1 for key, value in zip(PER, values)]
+    assert all(0 < abs(error) < most for error, most in zip(errors, (0.01, 0.01, 0.02, 0.05))), errors
+    assert torch.equal(*params)
 
 
 # What is left out ----------------------------------------------------------------------------------------------------

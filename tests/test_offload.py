@@ -91,6 +91,10 @@ def memory_of(opt):
     return opt._preparation.place.host.memory
 
 
+def addresses_of(opt):
+    return [block.address for block in memory_of(opt).blocks]
+
+
 def offloaded(params, opt):
     """Keys of the states that lie in host memory, by parameter."""
     local, memory = part("params.dtensor").local_of, memory_of(opt)
@@ -118,6 +122,29 @@ def test_one_process_gets_equal_bits(rule):
     assert part_count(opt) > 2 * part("execution.offload.scheduler").LEAST_SLOTS
     of_elements = [{key for key, t in opt.state[p].items() if t.shape == p.shape and key != "step"} for p in params]
     assert offloaded(params, opt) == of_elements and all(map(len, of_elements))
+
+
+@pytest.mark.parametrize("options", [{}, {"rule": "adamuon"}, {"nonfinite": "skip"}, {"collect": True}], ids=str)
+def test_buckets_that_are_packed_ahead_get_equal_bits(options):
+    options, results = dict(options), []
+    collect = options.pop("collect", False)
+    for offload_state in (False, True):
+        params, opt = build(shapes=[(16, 24)] * 5, others=OTHERS[:1], offload_state=offload_state,
+                            workspace_bytes=40000 * (2 if "rule" in options else 1), **options)
+        opt.collect_metrics = collect
+        for step in range(4):
+            give(params, step, without=(1, 3) if step == 2 else ())
+            if options.get("nonfinite") and step == 1:
+                params[2].grad[0, 0] = params[5].grad[1, 1] = torch.inf
+            opt.step()
+        results.append(held(params, opt))
+    assert same(*results)
+    assert len(opt._preparation.place.scheduler.buckets) > 2
+    # The report before a step, and the one after it, count both memories of packed matrices
+    rows = {row.what: row.nbytes for row in opt.memory_report().rows if row.kind == "workspace"}
+    opt.release()
+    assert rows == {row.what: row.nbytes for row in opt.memory_report().rows if row.kind == "workspace"}
+    assert {"stacks 0", "stacks 1"} < rows.keys()
 
 
 def on_ranks(rank, world, layout, options, folder=None):
@@ -171,7 +198,8 @@ def test_momentum_is_fetched_once_and_written_before_the_weights():
     assert all(one.writes for one in scheduler.order)
     ranges = [span for one in scheduler.order for span in one.ranges]
     assert len(ranges) == len(set(ranges))
-    assert sum(b - a for a, b in ranges) <= memory_of(opt).nbytes
+    (block,) = memory_of(opt).blocks
+    assert sum(b - a for _, a, b in ranges) <= block.nbytes
     assert [one.slot.number for one in scheduler.order] == [i % 3 for i in range(len(scheduler.order))]
 
 
@@ -222,7 +250,9 @@ def test_methods_that_read_state_wait_on_the_host(name, monkeypatch):
     monkeypatch.setattr(scheduler.streams, "synchronize", waits.append)
     give(params, 2)
     opt.step()
-    assert waits == []  # a step does not
+    with opt.last_backward():
+        pass
+    assert waits == []  # a step does not, nor a backward
     READERS[name](opt)
     assert scheduler.written in waits and scheduler.read in waits
 
@@ -260,7 +290,7 @@ def test_state_dicts_go_between_host_and_device(first, second):
     others, other = trained(range(5, 7), offload_state=second)
     file.seek(0)
     other.load_state_dict(torch.load(file))
-    address = memory_of(other).address if second else None
+    addresses = addresses_of(other) if second else None
     for p, q in zip(params, others):
         q.data.copy_(p.data)
     for stepped, one in ((params, opt), (others, other)):
@@ -269,7 +299,7 @@ def test_state_dicts_go_between_host_and_device(first, second):
             one.step()
     assert same(held(params, opt), held(others, other))
     if second:  # not into the memory of before, which a state dict may hold
-        assert memory_of(other).address != address and all(offloaded(others, other))
+        assert not {*addresses_of(other)} & {*addresses} and all(offloaded(others, other))
 
 
 def test_a_copy_has_memory_of_its_own():
@@ -282,7 +312,7 @@ def test_a_copy_has_memory_of_its_own():
         give(twins, step)
         twin.step()
     assert same(held(params, opt), held(twins, twin))
-    assert memory_of(opt).address != memory_of(twin).address
+    assert not {*addresses_of(opt)} & {*addresses_of(twin)}
 
 
 def test_state_that_the_user_changes_is_used():
@@ -352,7 +382,7 @@ def test_dcp_reshards_between_host_and_device(first, second, tmp_path):
 def test_release_frees_the_slots_and_keeps_host_memory():
     params, opt = trained(range(2), offload_state=True)
     plain, other = trained(range(2))
-    address = memory_of(opt).address
+    addresses = addresses_of(opt)
     opt.release()
     gc.collect()
     assert opt._preparation.place.scheduler is None
@@ -361,7 +391,7 @@ def test_release_frees_the_slots_and_keeps_host_memory():
         for ps, one in ((params, opt), (plain, other)):
             give(ps, step)
             one.step()
-    assert same(held(params, opt), held(plain, other)) and memory_of(opt).address == address
+    assert same(held(params, opt), held(plain, other)) and addresses_of(opt) == addresses
 
 
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "raise"}, {"nonfinite": "skip"}], ids=str)
@@ -400,6 +430,39 @@ def test_parameters_that_take_turns_keep_their_own_state(way):
             opt.step()
         results.append(held(params, opt))
     assert same(*results)
+
+
+def test_a_change_of_the_stepped_parameters_copies_no_state(monkeypatch):
+    """The first block has room for parameters without a gradient; later ones get a block of their own."""
+    memory, host_bytes, taken = part("execution.offload.memory"), part("execution.offload.memory")._host_bytes, []
+    monkeypatch.setattr(memory, "_host_bytes", lambda *args: taken.append(args[0]) or host_bytes(*args))
+    monkeypatch.setattr(part("execution.offload.offload"), "slots_for", lambda nbytes: (1024, 3))
+    results = []
+    for offload_state in (False, True):
+        params, opt = build(shapes=[(16, 8)] * 4, others=[(40,)] * 2, offload_state=offload_state)
+        where = {}
+        for step, stepped in enumerate([(0, 4), (1, 2, 5), (0, 3), (0, 1, 2, 3, 4, 5), (2,), (0, 1, 4, 6), (5, 6)]):
+            if step == 5:
+                params.append(nn.Parameter(torch.ones(16, 8)))
+                opt.add_param_group({"params": [("late", params[-1])]})
+            give(params, step, without=set(range(7)) - set(stepped))
+            opt.step()
+            for number, p in enumerate(params) if offload_state else ():
+                for key in {"momentum_buffer", "exp_avg", "exp_avg_sq"} & set(opt.state.get(p, ())):
+                    address = opt.state[p][key].data_ptr()
+                    assert where.setdefault((number, key), address) == address
+        results.append(held(params, opt))
+    assert same(*results)
+    assert taken == [4 * 4 * 16 * 8 + 2 * 2 * 256, 4 * 16 * 8] and len(where) == 5 + 2 * 2
+
+
+def test_what_stays_on_the_device_stays_when_others_are_stepped():
+    """With offload_state=<bytes>, a parameter of a later step takes no bytes from one that sits it out."""
+    params, opt = build(shapes=[(16, 8)] * 3, others=[], offload_state=16 * 8 * 4)
+    for step, stepped in enumerate([(1,), (0, 2), (0, 1, 2)]):
+        give(params, step, without={0, 1, 2} - set(stepped))
+        opt.step()
+    assert list(map(len, offloaded(params, opt))) == [1, 0, 1]
 
 
 def test_a_state_dict_keeps_its_values_after_another_one_is_loaded():
@@ -532,6 +595,33 @@ def test_split_weights_are_refused(optimizer):
         optimizer.Muon([weight], offload_state=True, master_weights="split16")
 
 
+@pytest.mark.parametrize("way", ["load_state_dict", "import_state"])
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_checkpoint_of_split_weights_is_refused_when_it_is_loaded(optimizer, tmp_path, way, use_muon):
+    """Before any change; without the option in the state dict the weights go on in bf16."""
+    def made(**options):
+        weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+        opt = optimizer.Muon([{"params": [("weight", weight)], "use_muon": use_muon}], **options)
+        weight.grad = torch.ones_like(weight)
+        opt.step()
+        return weight, opt
+
+    weight, opt = made(offload_state=True)
+    other = made(master_weights="split16")[1]
+    saved, file = other.state_dict(), tmp_path / "state.safetensors"
+    before, groups = held([weight], opt), [dict(group) for group in opt.param_groups]
+    optimizer.export_state(other, file)
+    with pytest.raises(ValueError, match="group 0 was saved with master_weights.*without offload_state.*remove"):
+        opt.load_state_dict(saved) if way == "load_state_dict" else optimizer.import_state(opt, file)
+    assert same(before, held([weight], opt)) and opt.param_groups == groups
+    opt.step()
+    for group in saved["param_groups"]:
+        del group["master_weights"]
+    with pytest.warns(UserWarning, match="weight_rest of 1 parameters .* is not loaded"):
+        opt.load_state_dict(saved)
+    opt.step()
+
+
 def test_a_graph_of_the_whole_step_is_refused(optimizer):
     with pytest.raises(ValueError, match="offload_state is not allowed with capturable=True.*Leave one of them out"):
         optimizer.Muon([nn.Parameter(torch.ones(2, 2))], offload_state=True, capturable=True)
@@ -631,7 +721,7 @@ def test_equal_bits_on_a_gpu_over_many_steps(options, monkeypatch):
                 p.grad = g
             opt.step()
         results.append({key: t.cpu() for key, t in held(params, opt).items()})
-    assert part_count(opt) > 30 and memory_of(opt).flat.is_pinned()
+    assert part_count(opt) > 30 and all(block.flat.is_pinned() for block in memory_of(opt).blocks)
     assert all(opt.state[p]["momentum_buffer"].device.type == "cpu" for p in params[:24])
     assert same(*results)
 

@@ -6,13 +6,16 @@ ordered, and so must the host's. Each wait is dropped in turn: the check has to 
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from tests.ranks import part
+from tests.ranks import part, run_threads
+from tests.test_bucket_updates import cut
+from tests.test_offload import build
 
 HOST = "host"
 # Wait that is dropped: (stream that waits, event)
@@ -61,16 +64,20 @@ class Recorder:
         self.clocks = collections.defaultdict(dict)
         self.accesses, self.shared, self.count = [], [], 0
         self.waits = collections.Counter()
+        self.is_packing = False
 
     def named(self, stream):
         """The current stream may be another one for each launch, as during backward."""
+        if stream == "compute" and self.is_packing:
+            return "pack"
         return f"compute {self.count % self.compute_streams}" if stream == "compute" else stream
 
     def add(self, kind, stream, reads=(), writes=()):
         stream = self.named(stream)
         clock = self.join(stream, self.clocks[HOST])  # what the host knows when it enqueues has ended
         tick = clock.get(stream, 0) + 1
-        self.accesses.append(Access(kind, stream, tick, dict(clock), list(map(place, reads)), list(map(place, writes))))
+        reads, writes = ([place(t) for t in some if t.nbytes] for some in (reads, writes))
+        self.accesses.append(Access(kind, stream, tick, dict(clock), reads, writes))
         clock[stream] = tick
         return self.accesses[-1]
 
@@ -109,6 +116,15 @@ class Recorder:
         self.shared.append(memory)
         self.add("memory", "compute", writes=[memory])  # of something freed that may still be in use
 
+    @contextlib.contextmanager
+    def on_pack_stream(self):
+        assert not self.is_packing
+        self.is_packing = True
+        try:
+            yield
+        finally:
+            self.is_packing = False
+
     # The check
 
     def check(self):
@@ -139,10 +155,13 @@ class Recorder:
 class Program:
     """Steps of launches on the states of a host memory, and what they should have computed."""
 
-    def __init__(self, recorder, slots):
+    def __init__(self, recorder, slots, following=False):
+        self.following = following  # launches know the parts after them, as those of one `InParts`
         self.scheduling, self.recorder = part("execution.offload.scheduler"), recorder
-        self.memory = part("execution.offload.memory").HostMemory([4] * ITEMS, torch.device("cpu"))
-        self.views = [self.memory.view(i, (1,), (1,), torch.float32) for i in range(ITEMS)]
+        # Two blocks, as where some states came later
+        self.memory, half = part("execution.offload.memory").HostBlocks(), ITEMS // 2
+        blocks = [self.memory.add([4] * half, torch.device("cpu")) for _ in range(2)]
+        self.views = [block.view(i, (1,), (1,), torch.float32) for block in blocks for i in range(half)]
         self.expected = [float(i) for i in range(ITEMS)]
         for view, value in zip(self.views, self.expected):
             view.fill_(value)
@@ -150,14 +169,17 @@ class Program:
         self.known = {}
         self.launches = 0
 
-    def launch(self, items, writes):
+    def part_of(self, items, writes):
+        key = tuple(items), writes
+        if key not in self.known:
+            self.known[key] = self.scheduling.Part(self.memory, [self.views[i] for i in items], writes)
+        return self.known[key]
+
+    def launch(self, items, writes, following=()):
         """A launch on some states, one part: x <- 2 x + number of the launch."""
         self.launches += 1
         some = [self.views[i] for i in items]
-        key = tuple(items), writes
-        if key not in self.known:
-            self.known[key] = self.scheduling.Part(self.memory, some, writes)
-        one = self.known[key]
+        one = self.part_of(items, writes)
         self.scheduler.place(one)
 
         def work():
@@ -169,19 +191,20 @@ class Program:
                     at.mul_(2).add_(self.launches)
                     self.expected[i] = at.item()
 
-        self.scheduler.run(one, work)
+        self.scheduler.run(one, work, [self.part_of(*other) for other in following])
         self.recorder.count += 1
 
     def step(self, launches):
         self.scheduler.prefetch()
-        for items, writes in launches:
-            self.launch(items, writes)
+        for number, (items, writes) in enumerate(launches):
+            self.launch(items, writes, launches[number + 1:] if self.following else ())
         self.scheduler.end_step()
 
     def read(self):
         """What the host does between steps: it waits, reads, and writes."""
         self.scheduler.wait()
-        self.recorder.add("host", HOST, [self.memory.flat], [self.memory.flat])
+        blocks = [block.flat for block in self.memory.blocks]
+        self.recorder.add("host", HOST, blocks, blocks)
         assert [view.item() for view in self.views] == self.expected
         self.views[0].add_(1)
         self.expected[0] += 1
@@ -202,8 +225,8 @@ PROGRAMS |= {
 }
 
 
-def played(name, recorder, slots, *, reads=True):
-    program = Program(recorder, slots)
+def played(name, recorder, slots, *, reads=True, following=False):
+    program = Program(recorder, slots, following)
     for step in PROGRAMS[name]:
         program.step(step)
         if reads:
@@ -218,10 +241,10 @@ SHARED = ("read, then written in other parts", "neighbours share states", "one t
 # Launches on one state are in the order of the compute stream: a step on a side stream is joined before they share one
 @pytest.mark.parametrize("name, compute_streams", [(name, 1) for name in PROGRAMS] +
                          [(name, 2) for name in PROGRAMS if name not in SHARED])
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_no_two_accesses_race(name, slots, compute_streams):
+@pytest.mark.parametrize("slots, following", [(1, False), (2, False), (3, False), (1, True), (3, True)])
+def test_no_two_accesses_race(name, slots, following, compute_streams):
     recorder = Recorder(compute_streams=compute_streams)
-    program = played(name, recorder, slots)
+    program = played(name, recorder, slots, following=following)
     recorder.check()
     assert set(recorder.waits) >= set(WAITS) - {("outward", "used")}
     # Every stream is told of the memory of the slots, and there is no other memory
@@ -270,3 +293,178 @@ def test_parts_are_fetched_ahead_from_the_second_step_on():
     first, second = kinds[:kinds.index(HOST)], kinds[kinds.index(HOST) + 1:][:21]
     assert first == ["inward", "launch", "outward"] * 7
     assert second == ["inward"] * 3 + ["launch", "outward", "inward"] * 4 + ["launch", "outward"] * 3
+
+
+def test_the_first_step_fetches_the_parts_of_a_launch_ahead():
+    recorder = Recorder()
+    played("7 parts", recorder, 3, following=True)
+    kinds = [access.kind for access in recorder.accesses if access.kind in ("inward", "launch", "outward", HOST)]
+    first = kinds[:kinds.index(HOST)]
+    assert first == ["inward", "launch", "outward"] + ["inward"] * 3 + ["launch", "outward", "inward"] * 3 + \
+        ["launch", "outward"] * 3
+
+
+def test_a_launch_that_raises_leaves_its_slot_ordered():
+    """Kernels that it has launched before the error use the slot, which the next fetch overwrites."""
+    recorder = Recorder()
+    program = Program(recorder, 1)
+    program.launch([0], True)
+    one = program.part_of([1], True)
+    program.scheduler.place(one)
+
+    def broken():
+        recorder.add("kernel", "compute", [one.on_device(program.views[1])])
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        program.scheduler.run(one, broken)
+    program.scheduler.end_step()
+    program.launch([2], False)
+    recorder.check()
+
+
+# Launches on the stream "pack", of whole optimizers
+
+BESIDE = [("pack", "given"), ("compute", "packed")]
+
+
+def watch(monkeypatch, make):
+    """Have optimizers step with recorders that `make` returns, and kernels tell what they use."""
+    monkeypatch.setattr(part("execution.offload.offload"), "LEAST_SLOT", 2048)
+    monkeypatch.setattr(part("execution.offload.offload"), "streams_for", lambda *_: make())
+    bound, elementwise = part("execution.bucket_updates").BoundUpdate, part("execution.offload.updates")
+
+    def told(cls, name, uses):
+        method = getattr(cls, name)
+
+        def call(self, *args, **options):
+            method(self, *args, **options)
+            self.store.scheduler.streams.add("kernel", "compute", *uses(self))
+
+        monkeypatch.setattr(cls, name, call)
+
+    def packed(update):
+        """Sharded buckets write U to the memory of an all-to-all, local ones to the stacks."""
+        uses = ["stack"] if update.bucket.route == "local" else ["leave", "kept"]
+        return update.store.gradients, [update.memory[use] for use in uses]
+
+    told(bound, "_run_pack", packed)
+    told(bound, "_run_iteration", lambda update: ([], list(update.memory.values())))
+    told(bound, "_run_weight_update", lambda update: (list(update.memory.values()), update.store.locals()))
+    told(elementwise.OffloadedElementwiseUpdate, "_launch", lambda update: (update.store.gradients, update.weights))
+
+
+def stepped(place=lambda t: t, steps=3, **options):
+    """A step's user writes gradients before, and reads weights after."""
+    params, opt = build(place, shapes=[(16, 24)] * 8, others=[(40, 8)], offload_state=True, **options)
+    local = part("params.dtensor").local_of
+    gradients = [place(torch.ones(p.shape)) for p in params]
+    recorder = None
+    for _ in range(steps):
+        if recorder is not None:
+            recorder.add("user", "compute", list(map(local, params)), list(map(local, gradients)))
+        for p, g in zip(params, gradients):
+            p.grad = g
+        opt.step()
+        recorder = opt._preparation.place.scheduler.streams
+    recorder.add("user", "compute", list(map(local, params)), list(map(local, gradients)))
+    return opt, recorder
+
+
+@pytest.mark.parametrize("dropped", [None, *BESIDE], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rule": "adamuon"}, {"decay": "initial"}], ids=str)
+def test_launches_beside_newton_schulz_do_not_race(options, dropped, monkeypatch):
+    watch(monkeypatch, lambda: Recorder(dropped))
+    wide = 2 if "rule" in options else 1
+    opt, recorder = stepped(workspace_bytes=40000 * wide, **options)
+    buckets = opt._preparation.place.scheduler.buckets
+    assert len(buckets) >= 3 and [b.stack_name for b in buckets[:3]] == ["stacks 0", "stacks 1", "stacks 0"]
+    with pytest.raises(AssertionError, match="race") if dropped else contextlib.nullcontext():
+        recorder.check()
+
+
+def test_the_next_bucket_is_packed_before_newton_schulz(monkeypatch):
+    """So are AdamW's parameters."""
+    watch(monkeypatch, Recorder)
+    _, recorder = stepped(steps=1, workspace_bytes=40000)
+    streams = [access.stream for access in recorder.accesses if access.kind == "kernel"]
+    count = streams.count("pack") - 1
+    assert streams == ["pack"] * 3 + ["compute 0"] * 2 + ["pack", *["compute 0"] * 2] * (count - 2) + ["compute 0"] * 2
+
+
+def sharded(rank, world, dropped):
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    opt, recorder = stepped(lambda t: cut(t, mesh, [Shard(0)]), workspace_bytes=28000)
+    routes = [update.bucket.route for update, _ in opt._bound.jobs if update.bucket]
+    try:
+        recorder.check()
+    except AssertionError as error:
+        return routes, "race" in str(error)
+    return routes, False
+
+
+@pytest.mark.parametrize("dropped", [None, *BESIDE], ids=str)
+def test_sharded_buckets_are_packed_beside_newton_schulz(dropped, monkeypatch):
+    watch(monkeypatch, lambda: Recorder(dropped))
+    for routes, races in run_threads(2, sharded, dropped):
+        assert routes == ["exchange"] * 4 and races == (dropped is not None)
+
+
+# Streams of CUDA
+
+
+class FakeStream:
+    made = []
+
+    def __init__(self, device, priority=0):
+        self.device, self.priority = device, priority
+        self.made.append(self)
+
+
+class FakeMemory:
+    def __init__(self):
+        self.told = []
+
+    def record_stream(self, stream):
+        assert stream not in self.told
+        self.told.append(stream)
+
+
+def test_the_allocator_knows_every_stream_that_uses_a_slot(monkeypatch):
+    """Also streams of callers that step once, or launch during backward, and slots that come later."""
+    streams, device = part("execution.offload.streams"), torch.device("cuda", 1)
+    users = [FakeStream(device) for _ in range(2)]
+    current, first, second = [users[0]], FakeMemory(), FakeMemory()
+    FakeStream.made.clear()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    kept = {}
+    ours = streams.CopyStreams(device, kept)
+    ours.share(first)
+    assert first.told and set(first.told) == {ours.streams[name] for name in ("inward", "outward", "pack")}
+    for user in (users[0], users[1], users[0]):
+        current[0] = user
+        assert ours._stream("compute") is user
+    ours.share(second)
+    assert set(first.told) == set(second.told) == {*FakeStream.made, *users}
+    # Torch has 32 streams of a priority: those of the last binding are taken again, on one device
+    again = streams.CopyStreams(device, kept)
+    assert len(FakeStream.made) == 3 and again.streams == ours.streams and again.shared == []
+    assert streams.CopyStreams(torch.device("cuda", 0), kept).streams["pack"].device.index == 0
+
+
+def test_nothing_is_waited_for_or_fetched_during_a_capture(monkeypatch):
+    """A wait of the host would end the capture; whoever captures has synchronized before."""
+    params, opt = build(offload_state=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    waits, place = [], opt._preparation.place
+    monkeypatch.setattr(place.scheduler.streams, "synchronize", waits.append)
+    monkeypatch.setattr(part("execution.offload.offload"), "capturing", lambda device: True)
+    opt.wait()
+    assert waits == []
+    with pytest.raises(RuntimeError, match="inside a CUDA graph of your own"):
+        place.prefetch()

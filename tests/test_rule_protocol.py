@@ -116,6 +116,18 @@ def test_a_rule_has_the_same_bits_on_every_layout(layout, rule, optimizer):
     assert differences(layout, rule, [number % 2]) == []
 
 
+WITH_STATE = ["adamuon", "normuon", "hyperball", "theirs", *EVERYWHERE_ELSE]
+
+
+@pytest.mark.parametrize("layout", [name for name, (_, *placements) in layouts().items() if placements])
+def test_state_at_owners_has_the_bits_of_state_beside_weights(layout, optimizer):
+    """Of the rules each layout meets AdaMuon, whose state is stepped where it lies, and one of the others."""
+    number = [*layouts()].index(layout)
+    others = WITH_STATE[1:4] if layout == "interleaved" else WITH_STATE[1:]
+    for rule in ("adamuon", others[number % len(others)]):
+        assert differences(layout, rule, [number % 2], state_at_owners=True) == []
+
+
 @pytest.mark.parametrize("rule", ["hyperball", "theirs"])
 @pytest.mark.parametrize("layout", ["fsdp rows, uneven", "unreduced"])
 def test_a_rule_has_the_same_bits_in_processes(layout, rule, optimizer):

@@ -267,7 +267,8 @@ def unequal(name, problem, expected, place, layout, world, options):
         optimizer.step()
     optimizer.wait()
     local_of, wrong = part("params.dtensor").local_of, []
-    state = shown_state(optimizer) if layout in OWNERS else optimizer.state
+    is_shown = layout in OWNERS or options.get("state_at_owners")
+    state = shown_state(optimizer) if is_shown else optimizer.state
     for i, (p, whole) in enumerate(zip(params, expected)):
         ours = {"weight": p.detach(), **state[p]}
         assert ours.keys() == whole.keys()

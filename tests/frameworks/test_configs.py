@@ -80,16 +80,16 @@ def test_nemo_automodel(monkeypatch):
         config.RecipeConfig(wrong).optimizer.build(model)
 
 
-@pytest.fixture
-def olmo(monkeypatch):
-    """OLMo-core without its client of object stores, which needs the SDKs of clouds."""
+def olmo_core_optim(monkeypatch) -> types.ModuleType:
+    """olmo_core.optim, of OLMo-core without its client of object stores, which needs the SDKs of clouds."""
     cached_path = mock.MagicMock(SchemeClient=object, S3Client=type("S3Client", (), {"recoverable_errors": ()}))
     for name in ("cached_path", "cached_path.schemes"):
         monkeypatch.setitem(sys.modules, name, cached_path)
     return pytest.importorskip("olmo_core.optim")
 
 
-def test_olmo_core(olmo, monkeypatch):
+def test_olmo_core(monkeypatch):
+    olmo = olmo_core_optim(monkeypatch)
     from olmo_core.nn.transformer import TransformerConfig
     from olmo_core.optim.muon import MuonConfig
 

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from .communication.matrix_owners.state import places_at
 from .execution.cuda_graphs import Graphs
 from .execution.elementwise_updates import StatePlace
 from .execution.offload.offload import slots_for
 from .execution.offload.placement import KeptBytes
 from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
-from .execution.workspace import buffer_name
+from .execution.workspace import buffer_name, layout_of
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
 from .kernels.quantized.blocks import BLOCK as BLOCK_8BIT
 from .kernels.quantized.blocks import is_quantized
@@ -32,12 +33,13 @@ from .params.validation import device_of
 from .planning.cost_model import CostModel
 from .planning.plan import Bucket
 from .planning.planner import Plan, Planner
-from .planning.rank_plan import Piece, RankPlan
+from .planning.rank_plan import Piece, RankPlan, has_plain
 from .qk_clip.clip import QKClip, unattached
 from .report import as_bytes
 from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, is_8bit, temporaries_of
 from .rules.muon import REST_KEY, is_split
 from .rules.rule import (
+    OWNERS_KEY,
     STATES,
     group_state_dtype,
     is_offloaded,
@@ -394,6 +396,9 @@ def _state_at(
         if plan.state_rows is not None and key != REST_KEY:
             rows = plan.state_rows[i][ranks_of_group(plan.process_group).index(rank)]
             numel = rows * math.prod(state_shape(param, key, plan.split(i))[1:])
+        elif plan.matrix_owners is not None and plan.matrix_owners[i] and key in plan.state_layouts:
+            owners = plan.matrix_owners[i]
+            numel = places_at(rank, plan.state_layouts[key][i], owners, dtype.itemsize)[1]
         elif STATES[key].per == "block":
             # Shards begin at whole blocks, see `params.validation.check_blocks`
             stored = [stop - start for start, stop in layout.boxes[rank]]
@@ -530,10 +535,13 @@ def _kinds_in_place(plan: Plan, bucket: Bucket, options: MuonConfig) -> set[str]
     `LocalUpdate`.
     """
     rule = rule_of(plan.group) if plan.group["use_muon"] else None
-    if rule is None or not rule.fused or bucket.route != "local":
+    if rule is None or not rule.fused:
         return set()
     is_checked = options.nonfinite != "propagate"
     state = {s.key for s in rule.state if s.per == "element" and not is_checked}
+    if bucket.route != "local":
+        kept = plan.matrix_owners is not None and not has_plain(bucket.matrices, plan.layouts)
+        return state if kept else set()
     return state | ({"weight"} if rule.reads_weight else set())
 
 
@@ -578,7 +586,7 @@ def _held_by(
         for param in group["params"]:
             yield _key("weights", "weights", number, param.dtype), param
             held = [(key, t) for key, t in state.get(param, {}).items() if torch.is_tensor(t)]
-            for key, value in held:
+            for key, value in [entry for entry in held if entry[0] != OWNERS_KEY]:
                 is_away = place.holds(local_of(value)) or value.device.type != param.device.type
                 where = "host" if is_away else "device"
                 yield _key("state", key, number, value.dtype, where), value
@@ -595,7 +603,7 @@ def _workspace_of(bound: BoundStep) -> dict[str, torch.UntypedStorage]:
     for update, _ in bound.all_jobs:
         if update.bucket is None:
             continue
-        for use, (memory, _) in update.rank_plan.workspace_layout()[0].items():
+        for use, (memory, _) in layout_of(update.rank_plan, update.stack_name)[0].items():
             key = update.buffer_index if memory == "bucket_buffer" else memory
             found[buffer_name(key)] = update.memory[use].untyped_storage()
     return found

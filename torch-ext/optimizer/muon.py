@@ -112,6 +112,8 @@ class Muon(MetricsMethods):
         The ranks split the work. None: every process steps plain parameters alone. A group may have
         a "process_group" of its own, also None: for experts that differ by rank (docs/groups.md).
     shard_state (False): True: owners alone keep the state of plain parameters.
+    state_at_owners (False): True: state of DTensors that a rule reads at owners is stored there
+        (docs/rules.md), not sent. Equal bits; all ranks call `state_dict` together.
     grads_are_reduced (True): False: gradients of plain parameters are not averaged over
         process_group. The optimizer averages (matrices in fp32, after rounding to wire_dtype), and
         owners alone keep the state.
@@ -505,7 +507,7 @@ class Muon(MetricsMethods):
             else:
                 pipeline.run(jobs, closing)
 
-    @waits_for_updates
+    @waits_for_updates(reads_state=False)
     def last_backward(self) -> contextlib.AbstractContextManager:
         """Context manager for the backward of the last micro-batch before a step.
 

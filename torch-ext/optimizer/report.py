@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import pipeline
+from .execution.workspace import buffer_name, layout_of
 from .pipeline import BucketUpdate, Job, Running
 from .planning.cost_model import BucketTimes, CostModel, TimelineSpan
 from .planning.load_balance import least_load
@@ -403,14 +404,12 @@ def _times(update: BucketUpdate, model: CostModel) -> BucketTimes:
 
 
 def workspace_of(updates: Sequence[BucketUpdate]) -> dict[str, int]:
-    """Workspace of this rank: {"bucket buffer <index>" or "shared scratch": bytes}."""
+    """Workspace of this rank: {name as of `buffer_name`: bytes}."""
     # Buckets take turns in a buffer: the largest counts, not the sum
     sizes = Counter()
     for update in updates:
-        for memory, nbytes in update.rank_plan.workspace_layout()[1].items():
-            name = "shared scratch"
-            if memory == "bucket_buffer":
-                name = f"bucket buffer {update.buffer_index}"
+        for memory, nbytes in layout_of(update.rank_plan, update.stack_name)[1].items():
+            name = buffer_name(update.buffer_index if memory == "bucket_buffer" else memory)
             sizes[name] = max(sizes[name], nbytes)
     return dict(sizes)
 

@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from .communication.matrix_owners import state as at_owners
 from .communication.owner_state import Shared, state_for_checkpoint
 from .execution.overlap.forward import ForwardOverlapMethods, waits_for_updates
+from .params.checks.saved_function import without_functions
 from .params.config import MuonConfig
 from .params.dtensor import local_of
 from .params.errors import names_in
@@ -21,7 +23,7 @@ from .rules.muon import REST_KEY
 from .rules.rule import sharded_keys
 from .state import create
 from .state.consolidated import check_target, consolidate
-from .state.state_dict import Loading, called_by_checkpoint, without_functions, without_splits
+from .state.state_dict import Loading, called_by_checkpoint, without_splits
 from .state.weights.split import (
     local_weights,
     master_weight,
@@ -106,7 +108,9 @@ class StateDictMethods(ForwardOverlapMethods):
 
         If owners keep state (shard_state, unreduced gradients), every rank of process_group must
         call, except after consolidate_state_dict: the result holds DTensors sharded by rows, which
-        any layout can load. Raises RuntimeError, before any communication, if a rank does not call.
+        any layout can load. With state_at_owners=True every rank must call, too, and finds state
+        placed like its parameters. Raises RuntimeError, before any communication, if a rank does
+        not call.
         Warns after a step that failed half-way.
         """
         by_checkpoint = called_by_checkpoint()
@@ -122,7 +126,10 @@ class StateDictMethods(ForwardOverlapMethods):
         if not self._owner_keeps_state:
             if creates:
                 self.init_state()
-            return super().state_dict()
+            if not self._options.state_at_owners:
+                return super().state_dict()
+            with self._showing(at_owners.shown(self.state, self.param_groups)):
+                return super().state_dict()
         named = self._named()
         # torch.distributed.checkpoint saves the parts of all ranks: a consolidated state is no help
         gathered = None if by_checkpoint else self._consolidated

@@ -1,9 +1,10 @@
 """A tiny GPT of Megatron-Core under tensor, data and expert parallelism: run_megatron.py MODE RANKS EXPERT_RANKS.
 
-train: five steps on one batch, with Megatron's clipping: losses with our entry and with Megatron's own muon. bits: five
-steps with gradients drawn for whole parameters, and a checkpoint after three: digests of whole weights, for each of
-copies (data parallel ranks hold everything), bf16 (also, with fp32 main parameters), layers (in bf16, Megatron gives
-each rank some parameters), experts. RANKS of tensor, EXPERT_RANKS of expert parallelism, the latter with experts only.
+train: fifty steps, with Megatron's clipping: losses with our entry and with Megatron's own muon, and how far apart the
+weights are. bits: five steps with gradients drawn for whole parameters, and a checkpoint after three: digests of whole
+weights, for each of copies (data parallel ranks hold everything), bf16 (also, with fp32 main parameters), layers (in
+bf16, Megatron gives each rank some parameters), experts. RANKS of tensor, EXPERT_RANKS of expert parallelism, the
+latter with experts only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron.core.transformer import TransformerConfig
 
 from tests.ranks import package
 
-VOCABULARY, LENGTH = 64, 16
+VOCABULARY, LENGTH, BATCH = 64, 16, 16
 
 
 def model_of(ranks: int, how: str, expert_ranks: int) -> DistributedDataParallel:
@@ -46,10 +47,11 @@ def model_of(ranks: int, how: str, expert_ranks: int) -> DistributedDataParallel
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
-        use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, bias_dropout_fusion=False,
-        masked_softmax_fusion=False, tensor_model_parallel_size=ranks, bf16=is_bf16,
+        use_cpu_initialization=True, normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
+        bias_dropout_fusion=False, masked_softmax_fusion=False, tensor_model_parallel_size=ranks, bf16=is_bf16,
         params_dtype=torch.bfloat16 if is_bf16 else torch.float32, gradient_accumulation_fusion=False, **more)
-    spec = get_gpt_layer_local_spec(num_experts=more.get("num_moe_experts"), moe_grouped_gemm=False)
+    spec = get_gpt_layer_local_spec(num_experts=more.get("num_moe_experts"), moe_grouped_gemm=False,
+                                    normalization="RMSNorm")
     model = GPTModel(config, spec, VOCABULARY, LENGTH, share_embeddings_and_output_weights=False)
     model = model.bfloat16() if is_bf16 else model
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=how == "layers")
@@ -72,12 +74,16 @@ def optimizer_of(model, how: str, clip: float):
 
 
 def train(model, how: str) -> list[float]:
-    """The losses of steps on one batch."""
+    """The losses of steps on tokens of which 7 in 10 follow from the token before."""
     optimizer, losses = optimizer_of(model, how, 1.0), []
-    tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    places = torch.arange(LENGTH).expand(4, LENGTH)
+    generator = torch.Generator().manual_seed(1)
+    places = torch.arange(LENGTH).expand(BATCH, LENGTH)
     mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
-    for _ in range(5):
+    for _ in range(50):
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+        is_known = torch.rand(BATCH, LENGTH, generator=generator) < 0.7
+        for i in range(LENGTH):
+            tokens[:, i + 1] = torch.where(is_known[:, i], (3 * tokens[:, i] + 7) % VOCABULARY, tokens[:, i + 1])
         model.zero_grad_buffer()
         optimizer.zero_grad()
         loss = model(tokens[:, :-1], places, mask, labels=tokens[:, 1:].contiguous()).float().mean()
@@ -167,16 +173,21 @@ def main() -> None:
     mode, ranks, expert_ranks = sys.argv[1], *map(int, sys.argv[2:])
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
-    own, found = dict(_EMERGING_OPTIMIZERS), {}
-    package().register_megatron_muon()
+    own, found, trained = dict(_EMERGING_OPTIMIZERS), {}, {}
+    package().register_megatron_muon(**({"wire_dtype": "fp32"} if mode == "train" else {}))
     for how in ("own", "copies") if mode == "train" else ("copies", "bf16", "layers", "experts"):
         parallel_state.initialize_model_parallel(
             ranks, expert_model_parallel_size=expert_ranks if how == "experts" else 1)
         entries = {**_EMERGING_OPTIMIZERS, **own} if how == "own" else {}
         with mock.patch.dict(_EMERGING_OPTIMIZERS, entries):
             model = model_of(ranks, how, expert_ranks)
+            start = whole_weights(model) if mode == "train" else {}
             found[how] = train(model, how) if mode == "train" else bits(model, how)
+            trained[how] = whole_weights(model) if mode == "train" else {}
         parallel_state.destroy_model_parallel()
+    if mode == "train":
+        found["deviation"] = {name: float((p - trained["copies"][name]).norm() / (p - start[name]).norm())
+                              for name, p in trained["own"].items()}
     say(**found)
     dist.barrier()
     dist.destroy_process_group()

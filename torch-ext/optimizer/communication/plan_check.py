@@ -68,6 +68,7 @@ GROUP_KEYS = (
 OPTION_NAMES = (
     "grads_are_reduced",
     "shard_state",
+    "state_at_owners",
     "state_dtype",
     "wire_dtype",
     "ns_dtype",

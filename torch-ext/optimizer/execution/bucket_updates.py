@@ -14,13 +14,15 @@ update, the polar factor of a whole U.
 
 [Note: momentum and weight together]
 Momentum and weight are written together, after the return all-to-all: a step that raises leaves
-each bucket entirely old or entirely new. Price: gradient and momentum are read twice (8 bytes per
-element in fp32). If the whole step is one CUDA graph, no host error can come in between, and
+each bucket entirely old or entirely new, but for state that kernels step in place, at the owners
+of matrices (`state_at_owners`). Price: gradient and momentum are read twice (8 bytes per element in
+fp32). If the whole step is one CUDA graph, no host error can come in between, and
 momentum is written on the first read (`update_momentum_early`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +43,7 @@ from ..params.config import MuonConfig
 from ..pipeline import BucketUpdate, Running
 from ..planning.memory_model import sent_kind
 from ..planning.plan import Bucket, Matrix
-from ..planning.rank_plan import Piece, RankPlan, sent_piece
+from ..planning.rank_plan import Piece, RankPlan, has_plain, sent_piece
 from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
 from ..rules.muon import is_stochastic
@@ -88,6 +90,7 @@ class BucketInputs:
     graphs: Graphs
     label: str  # the bucket's name in messages
     written: Callable[[BucketUpdate], None] | None  # called once the bucket's weights are written
+    stack_name: str | None = None  # memory of its stacks, see `Workspace`; None: the shared scratch
 
 
 class BoundUpdate(BucketUpdate):
@@ -102,6 +105,7 @@ class BoundUpdate(BucketUpdate):
         self.process_group = inputs.process_group
         self.memory = inputs.memory
         self.buffer_index = inputs.buffer_index
+        self.stack_name = inputs.stack_name
         self.graphs = inputs.graphs
         self.rank = inputs.store.rank  # global
         # On the device, of all groups: a schedule may change the numbers without a new capture
@@ -156,12 +160,7 @@ class BoundUpdate(BucketUpdate):
         some = SaveSelected(
             chosen, store.states(parts), [views[p] for p in parts], store.skip(parts)
         )
-
-        def save_all() -> None:
-            save()
-            some()
-
-        return save_all
+        return lambda: (save(), some())
 
     def _kept_views(self, dtype: torch.dtype | None = None) -> dict[Piece, torch.Tensor]:
         """Workspace of pieces stored and owned by this rank, in no all-to-all.
@@ -247,7 +246,7 @@ class BoundUpdate(BucketUpdate):
             self._sent(pieces, orthogonal),
             self.store.weights(pieces),
             whole_or(pieces, orthogonal, selected, members),
-            self._scales(pieces),
+            [self._scale(p.matrix) for p in pieces],
             self.store.skip(pieces),
             *(self._momentum_args(pieces, means) or (None, (), ())),
             self._groups(pieces),
@@ -281,12 +280,10 @@ class BoundUpdate(BucketUpdate):
         """Number of the parameter group of each piece, in `Store.groups`."""
         return [self.store.group_of[p.matrix.param] for p in pieces]
 
-    def _scales(self, pieces: Sequence[Piece]) -> list[float]:
-        """Factor on the learning rate of each piece, from the shape of the whole matrix."""
-        return [self._scale(p.matrix) for p in pieces]
-
     def _scale(self, matrix: Matrix) -> float:
-        """Factor on the learning rate of a matrix. `matrix.rows` may count selected rows only."""
+        """Factor on the learning rate of a matrix, from the shape of all of it: `matrix.rows` may
+        count selected rows only.
+        """
         shape = self.store.layouts["matrix"][matrix.param].unit_shapes[matrix.unit]
         return muon.scale_of_shape(*shape, self.adjust_lr_fn)
 
@@ -298,6 +295,30 @@ class BoundUpdate(BucketUpdate):
         wide |= {sent_kind(name): (per, torch.float32) for name, per in rule.sends.items()}
         dtype = self.options.wire_dtype
         return Stacks(self.rank_plan, self.memory, dtype, wide, read_from, write_to)
+
+    def _leave_in_place(self, stacks: Stacks, kinds: Sequence[str]) -> set[Piece]:
+        """Have the kernels of a fused rule read weights, and step state of each element, where both
+        are stored; return the pieces. A stack is left in place as a whole. `kinds`: of pieces.
+        """
+        piece_of = {(p.matrix, p.kind): p for p in self.rank_plan.stored}
+        found = set()
+        for wide, matrices in zip(stacks.wide, stacks.matrices):
+            for kind in kinds:
+                pieces = [piece_of[matrix, kind] for matrix in matrices]
+                views = self.store.weights if kind == "weight" else self.store.states
+                stored = views(pieces)
+                if all(stays(t, (m.rows, m.cols)) for t, m in zip(stored, matrices)):
+                    wide[kind] = ScatteredMatrices(stored)
+                    found.update(pieces)
+        return found
+
+    @property
+    def _states_in_place(self) -> list[str]:
+        """State that kernels may step where one rank stores all of it. State that non-finite
+        gradients may have to leave as it was is copied, see `Store.skip`.
+        """
+        of_elements = [state.key for state in self.rule.state if state.per == "element"]
+        return of_elements if self.rule.fused and self.store.flags is None else []
 
     def _bind_iteration(self, stacks: Stacks) -> BoundOrthogonalization:
         """Bind Newton-Schulz from `stacks.inputs` to `stacks.outputs`, and for each stack what the
@@ -405,7 +426,8 @@ class LocalUpdate(BoundUpdate):
         super().__init__(inputs)
         stored = self._stored()
         self.stacks = self._make_stacks()
-        in_place = self._leave_in_place()
+        weight = ["weight"] if self.rule.fused and self.rule.reads_weight else []
+        in_place = self._leave_in_place(self.stacks, [*self._states_in_place, *weight])
         state = [p for p in self._stored_state() if p not in in_place]
         whole = {p: view for p, view in self.stacks.input_view.items() if p not in in_place}
         self.pack_all = self._bind_pack(stored, whole)
@@ -414,32 +436,6 @@ class LocalUpdate(BoundUpdate):
         self.save = self._bind_saves(state, whole)
         self.iterate = self._bind_iteration(self.stacks)
         self.update_all = self._bind_weight_update(stored, whole)
-
-    def _leave_in_place(self) -> set[Piece]:
-        """Have the kernels of a fused rule read weights, and step state of each element, where both
-        are stored; return the pieces. A stack is left in place as a whole.
-
-        State that non-finite gradients may have to leave as it was is copied, see `Store.skip`.
-        """
-        kinds = self._kinds_in_place()
-        piece_of = {(p.matrix, p.kind): p for p in self.rank_plan.stored}
-        found = set()
-        for wide, matrices in zip(self.stacks.wide, self.stacks.matrices):
-            for kind in kinds:
-                pieces = [piece_of[matrix, kind] for matrix in matrices]
-                views = self.store.weights if kind == "weight" else self.store.states
-                stored = views(pieces)
-                if all(stays(t, (m.rows, m.cols)) for t, m in zip(stored, matrices)):
-                    wide[kind] = ScatteredMatrices(stored)
-                    found.update(pieces)
-        return found
-
-    def _kinds_in_place(self) -> list[str]:
-        """Kinds of pieces that `_leave_in_place` may leave where they are stored."""
-        rule = self.rule
-        of_elements = [state.key for state in rule.state if state.per == "element"]
-        kinds = of_elements if rule.fused and self.store.flags is None else []
-        return [*kinds, "weight"] if rule.fused and rule.reads_weight else kinds
 
     @property
     def update_momentum_early(self) -> bool:
@@ -482,15 +478,20 @@ class OwnerUpdate(BoundUpdate):
         phases of further buckets, then waits for the yielded all-to-all and resumes.
         """
         constants = host_constants(group)
-        self.replay(self.pack, constants)  # pieces owned by other ranks -> send buffer
-        inbound = self.to_owner.start()  # send buffer -> the owners' receive buffers
-        if self.packs_local:
-            # Needs no peer, so it runs beside the all-to-all
-            self.replay(self.pack_local, constants)  # pieces owned by this rank -> "kept"
+        with self.before_inbound():
+            self.replay(self.pack, constants)  # pieces owned by other ranks -> send buffer
+            inbound = self.to_owner.start()  # send buffer -> the owners' receive buffers
+            if self.packs_local:
+                # Needs no peer, so it runs beside the all-to-all
+                self.replay(self.pack_local, constants)  # pieces owned by this rank -> "kept"
         yield from inbound
         self.replay(self.orthogonalize, constants)  # assemble, Newton-Schulz, NorMuon, disassemble
         yield from self.to_shards.start()  # the owner's send buffer -> ranks that store the pieces
         self.replay(self.apply, constants)  # weight and momentum of all stored pieces
+
+    def before_inbound(self) -> contextlib.AbstractContextManager:
+        """Context manager around the phases before the inbound all-to-all has arrived."""
+        return contextlib.nullcontext()
 
     def launches(self, group: dict) -> list[Callable[[], None]]:
         """The parts of `run` between collectives; see `BucketUpdate`."""
@@ -554,6 +555,12 @@ class ShardedUpdate(OwnerUpdate):
         self.stacks = self._make_stacks(
             {**self.to_owner.arrive, **kept}, {**self.to_shards.leave, **kept}
         )
+        # State at owners that kernels step where it lies
+        self.in_place: set[Piece] = set()
+        if self.store.matrix_owners and not has_plain(
+            self.rank_plan.matrices, inputs.store.layouts["matrix"]
+        ):
+            self.in_place = self._leave_in_place(self.stacks, self._states_in_place)
         self._bind_momentum(kept)
         self._bind_assembly(kept)
         self.iterate = self._bind_iteration(self.stacks)
@@ -567,7 +574,7 @@ class ShardedUpdate(OwnerUpdate):
         self.pack_during_inbound = self._bind_pack(pieces.during_inbound, kept)
         self.pack_after_inbound = self._bind_pack(pieces.after_inbound, self.stacks.input_view)
         # State has the layout of the parameter: the owner needs all of it
-        state = [p for p in self._stored_state() if p.is_source]
+        state = [p for p in self._stored_state() if p.is_source and p not in self.in_place]
         to = {**self.to_owner.leave, **self.stacks.input_view}
         self.send_wide = self._bind_loads(state, to)
 
@@ -602,7 +609,8 @@ class ShardedUpdate(OwnerUpdate):
         pieces = self.rank_plan.piece_sets
         self.update_packed = self._bind_weight_update([*pieces.sent, *pieces.kept], orthogonal)
         self.update_replicas = self._bind_weight_update(pieces.replicas, orthogonal)
-        self.save = self._bind_saves(self._stored_state(), orthogonal)
+        state = [p for p in self._stored_state() if p not in self.in_place]
+        self.save = self._bind_saves(state, orthogonal)
 
     def pack(self, constants: MuonConstants) -> None:
         """Write U, and state and weights that the rule reads, of sent pieces to the send buffer;

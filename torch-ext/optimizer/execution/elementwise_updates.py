@@ -14,8 +14,9 @@ import torch
 
 from ..communication.all_to_all import Mean
 from ..kernels.elementwise.momentum import Copy, copy_torch
-from ..kernels.elementwise.multi_tensor import NUMBERS, write_squares
-from ..kernels.weights.split import join_into, split_into, wide_copies, wide_weights
+from ..kernels.elementwise.multi_tensor import NUMBERS
+from ..kernels.metrics.sample import SampledSquares, Weights
+from ..kernels.weights.split import join_into, split_into
 from ..params.dtensor import gradient_dtype
 from ..pipeline import BucketUpdate, Running, StepHook
 from ..planning.planner import Plan
@@ -54,12 +55,13 @@ class ElementwiseUpdate(BucketUpdate):
         self.splits = store.rest_of(0) is not None  # of all parameters, or of none
         keys = elementwise.state_keys_of(store.groups[0], store.params[0])
         self.states = [store.locals(key) for key in keys]
-        self.averages = len(elementwise.averages_of(store.groups[0], store.params[0]))
         self.flags = flags_of(store, range(len(self.weights)))
-        # Rows of sums, and parts of the parameters that are stepped at a time; None: no sums
-        self.rows, self.parts = None, [slice(None)]
+        # Parts of the parameters that are stepped at a time, each with its sums; None: no sums
+        self.sums: list[tuple[slice, SampledSquares]] | None = None
         if store.collector is not None:
-            self.rows, self.parts = store.collector.of_params()
+            rests = self.states[-1] if self.splits else ()
+            average = elementwise.first_average(self.states)
+            self.sums = store.collector.of_params(self.weights, rests, *average)
 
     def run(self, group: dict) -> Running:
         """Step all parameters."""
@@ -77,19 +79,17 @@ class ElementwiseUpdate(BucketUpdate):
     def step(self, group: dict) -> None:
         """Launch the kernels of the rule; flagged parameters keep weight and state."""
         store = self.store
-        if self.rows is None:
+        if self.sums is None:
             return elementwise.step_skipping_flagged(
                 self.flags, self.weights, store.gradients, self.states, group, store.scalars
             )
-        for some in self.parts:
+        for some, add in self.sums:
             W, G = self.weights[some], store.gradients[some]
             states = [tensors[some] for tensors in self.states]
             flags = None if self.flags is None else self.flags[some]
-            rests = states[-1] if self.splits else ()
-            old = wide_copies(W, rests)
+            saved = add.save()
             elementwise.step_skipping_flagged(flags, W, G, states, group, store.scalars)
-            M = elementwise.wide_averages(states[: self.averages])
-            write_squares(self.rows[some], old, wide_weights(W, rests), M)
+            add(saved)
 
 
 class UnreducedElementwiseUpdate(OwnerUpdate):
@@ -123,8 +123,13 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         copies += [[step.clone() for step in some] for some in steps]
         W, *states = copies
         self.halves = self._halves(W, owned) if self.splits else []
-        # (rows of sums, weights, copies of weights, copies of averages) of owned chunks
-        self.collected = self._bind_sums(owned, weights, W, *states[: len(keys)])
+        # Sums of owned chunks: from weights, their copies, and copies of the first average
+        self.sums: SampledSquares | None = None
+        if store.collector is not None and owned:
+            old = Weights(weights, [rest for _, _, rest in self.halves])
+            self.sums = store.collector.of_chunks(
+                owned, old, Weights(W), *elementwise.first_average(states[: len(keys)])
+            )
         # Weights, unless they are split, state and counts of the owner
         self.current = [*itertools.chain(*([] if self.splits else [weights]), *held, *steps)]
         self.stepped = [*itertools.chain(*(states if self.splits else copies))]  # of `current`
@@ -143,15 +148,6 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         self.fill = Copy.of_gradients([self.to_owner.leave[p] for p in stored], sources, gradients)
         self.collect = Mean(self.to_owner, self.memory["mean"])
         return [self.collect.view(p) for p in owned]
-
-    def _bind_sums(self, owned: list[Piece], *lists: list[torch.Tensor]) -> tuple | None:
-        """Return (memory for the sums of `owned`, *lists); None if nothing is collected."""
-        collector = self.store.collector
-        if collector is None or not owned:
-            return None
-        sizes = [w.numel() for w in lists[0]]
-        squares = collector.of_pieces(owned, self.bucket.route, sizes)
-        return *squares.lay_out(None, len(owned), self.store.device), *lists
 
     def _bind_groups(self, owned: list[Piece], lists: list[list[torch.Tensor]]) -> list[tuple]:
         """Return arguments of `step_skipping_flagged` for each parameter group with owned chunks:
@@ -232,11 +228,8 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
 
     def apply(self, constants: object) -> None:
         """Write weights, state and step counts."""
-        if self.collected is not None:
-            rows, W, stepped, *averages = self.collected
-            M = elementwise.wide_averages(averages)
-            rests = [rest for _, _, rest in self.halves]
-            write_squares(rows, wide_copies(W, rests), stepped, M)
+        if self.sums is not None:
+            self.sums(self.sums.save())
         copy_torch(self.current, self.stepped)
         elementwise.count_steps(*self.without_rows)
         copy_torch(*self.received)
@@ -286,8 +279,10 @@ class StatePlace:
     execution/offload has the other place, host memory.
     """
 
-    def pack(self, plans: Sequence[Plan], state: dict, device: torch.device) -> None:
-        """Put the state of `plans` where it belongs; called before a step is bound."""
+    def pack(self, plans: Sequence[Plan], state: dict, groups: Sequence[dict]) -> None:
+        """Put the state of `plans` where it belongs; called before a step is bound. `groups`: all
+        parameter groups.
+        """
 
     def begin(self, device: torch.device) -> None:
         """Begin to bind a step."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..communication.matrix_owners.state import places_at, view_of
 from ..communication.redistribute import to_parameter_placements
 from ..kernels.elementwise.multi_tensor import Positions, Skip, Source, Squares
 from ..kernels.elementwise.row_scattered import ScatteredRows
@@ -37,7 +38,7 @@ from ..planning.plan import Matrix
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
 from ..rules.muon import REST_KEY, SUM_KEY, is_split
-from ..rules.rule import SCALE_KEY, host_constants
+from ..rules.rule import OWNERS_KEY, SCALE_KEY, host_constants
 from ..state.create import check_bits
 from .fingerprint import GradientForm, copy_in_form, form_of_gradient, missing_from
 
@@ -92,8 +93,11 @@ class Store:
         self.flattened = [i for i, split in enumerate(self.splits) if split.view == "flatten"]
         # By kind of a piece
         self.layouts = {**plan.state_layouts, "matrix": plan.layouts, "weight": plan.layouts}
+        self.matrix_owners = plan.matrix_owners  # None: state is placed like the parameters
         # Layouts of pieces of which only parts are sent, by kind of a piece
         self.selected = plan.selected
+        # (parameter index, key) -> places in the flat tensor of state at owners
+        self.places: dict[tuple[int, str], dict] = {}
         # Parameter index -> copies of AdamW's step count, see `add_step_copy`
         self.step_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.device = local_of(plan.params[0]).device
@@ -234,12 +238,27 @@ class Store:
 
         State of a chunk is stored by the owner alone, from the first row of the owner's chunk on.
         """
+        if key is None and self.matrix_owners is not None:
+            return list(map(self._state, pieces))
         locals_ = [local_of(self.state[self.params[p.matrix.param]][key or p.kind]) for p in pieces]
         first_rows = [p.matrix.at[0] if p.kind == "chunk" else None for p in pieces]
         return [
             self._view(s, p) if first is None else s[first : first + p.shape[0]]
             for s, p, first in zip(locals_, pieces, first_rows)
         ]
+
+    def _state(self, piece: Piece) -> torch.Tensor:
+        """View of the state of a piece, stored by the owner or placed like the parameter."""
+        number, matrix = piece.matrix.param, piece.matrix
+        local = local_of(self.state[self.params[number]][piece.kind])
+        if not self.matrix_owners[number]:
+            return self._view(local, piece)
+        layout = self.layouts[piece.kind][number]
+        if (number, piece.kind) not in self.places:
+            owners = self.matrix_owners[number]
+            found, _ = places_at(self.rank, layout, owners, local.itemsize)
+            self.places[number, piece.kind] = found
+        return view_of(local, self.places[number, piece.kind][matrix.at, matrix.unit])
 
     def split_weights(self, pieces: Sequence[Piece]) -> SplitWeights | None:
         """Views of the rests of split weights, (rows, columns) of each piece; None if no weight of
@@ -373,10 +392,8 @@ class Store:
     def all_of(self, number: int) -> list[torch.Tensor]:
         """Local tensors of a parameter: weight, all state, and copies of the step count."""
         param = self.params[number]
-        return [
-            *map(local_of, filter(torch.is_tensor, (param, *self.state[param].values()))),
-            *self.step_copies[number],
-        ]
+        held = [value for key, value in self.state[param].items() if key != OWNERS_KEY]
+        return [*map(local_of, filter(torch.is_tensor, (param, *held))), *self.step_copies[number]]
 
     def counts_of(self, number: int) -> list[torch.Tensor]:
         """AdamW's step count of a parameter, and all copies; of Muon's parameters, 8-bit momentum

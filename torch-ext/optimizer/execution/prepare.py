@@ -9,6 +9,7 @@ parameters, state or the form of gradients move.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -348,7 +349,7 @@ class Preparation:
                 self._memory_key = self._param_forms = self.fingerprint = None
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
-        self.place.pack(plans, state, device_of(groups))
+        self.place.pack(plans, state, groups)
         key = *memory_key(params, state, groups), scaled, collects
         if key != self._memory_key:
             forms = [form_of(p) for p in params]
@@ -587,9 +588,10 @@ def _bind(
     # Labels count as `plan_report` does, where AdamW's updates come last with capturable
     skipped = len(jobs) if options.capturable else 0
     tasks = sorted_buckets(plans, stores, options)
-    workspace, numbers = reserve(tasks, options, stores[0].device if stores else None)
+    device = stores[0].device if stores else None
+    workspace, numbers, names = reserve(tasks, options, device)
     ranks = None
-    for (store, group, bucket, rank_plan), number in zip(tasks, numbers):
+    for (store, group, bucket, rank_plan), number, name in zip(tasks, numbers, names):
         kind = BUCKET_UPDATES[bucket.route]
         # Between buckets of different ranks, see `Pause`
         if kind.travels and ranks not in (None, bucket.ranks) and not options.overlap_backward:
@@ -602,11 +604,12 @@ def _bind(
             options=options,
             group=group,
             process_group=process_groups.get_or_create(bucket.ranks) if kind.travels else None,
-            memory=workspace.views_for(number, rank_plan),
+            memory=workspace.views_for(number, rank_plan, name),
             buffer_index=number % workspace.buffer_count,
             graphs=bucket_graphs,
             label=_label(len(jobs) - skipped, bucket, store),
             written=written,
+            stack_name=name,
         )
         jobs.append((place.update_of(bucket.route)(inputs), group))
     return jobs
@@ -614,21 +617,40 @@ def _bind(
 
 def reserve(
     tasks: Sequence[BucketTask], options: MuonConfig, device: torch.device | None = None
-) -> tuple[Workspace, list[int]]:
-    """Return (workspace with the bytes of all buckets counted, number of each bucket in it).
-    Allocates nothing. `device`: None if no memory will be taken.
+) -> tuple[Workspace, list[int], list[str | None]]:
+    """Return (workspace with the bytes of all buckets counted, number of each bucket in it, name of
+    the memory of its stacks). Allocates nothing. `device`: None if no memory will be taken.
     """
     buffer_count, local_number = _buffer_counts([bucket for _, _, bucket, _ in tasks], options)
-    workspace = Workspace(buffer_count, device)
     # Buckets with all-to-alls use bucket buffers in turn, local buckets all the same buffer
-    numbers = []
-    travelling = 0
-    for _, _, bucket, rank_plan in tasks:
-        travels = BUCKET_UPDATES[bucket.route].travels
-        numbers.append(travelling if travels else local_number)
-        travelling += travels
-        workspace.reserve(numbers[-1], rank_plan)
-    return workspace, numbers
+    travels = [BUCKET_UPDATES[bucket.route].travels for _, _, bucket, _ in tasks]
+    counts = itertools.accumulate(travels, initial=0)
+    numbers = [count if one else local_number for count, one in zip(counts, travels)]
+    limit = options.workspace_bytes
+    for names in (_stacks_apart(tasks, options), [None] * len(tasks)):
+        workspace = Workspace(buffer_count, device)
+        for (_, _, _, rank_plan), number, name in zip(tasks, numbers, names):
+            workspace.reserve(number, rank_plan, name)
+        if limit is None or sum(workspace.sizes.values()) <= limit:
+            break
+    return workspace, numbers, names
+
+
+def _stacks_apart(tasks: Sequence[BucketTask], options: MuonConfig) -> list[str | None]:
+    """Name of the memory of each bucket's stacks: with offload_state two in turn for local buckets,
+    since U of the next is written while one is computed. None: the shared scratch.
+    """
+    found: list[str | None] = [None] * len(tasks)
+    # What a selection writes to the shared scratch is in the way
+    ahead = [
+        number
+        for number, (_, group, bucket, _) in enumerate(tasks)
+        if bucket.route == "local" and selection_of(group) is None
+    ]
+    if options.offload_state and not options.overlap_backward and len(ahead) > 1:
+        for turn, number in enumerate(ahead):
+            found[number] = f"stacks {turn % 2}"
+    return found
 
 
 def sorted_buckets(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,8 @@ class Workspace:
     a single shared scratch. See `RankPlan.workspace_layout` for the uses of both.
 
     Bucket number i uses buffer i modulo the number of buffers. A buffer has the bytes of the
-    largest bucket that uses it.
+    largest bucket that uses it. Stacks of matrices may lie apart from the scratch, in a memory with
+    a name: then they are written while another bucket uses the scratch.
     """
 
     def __init__(self, buffer_count: int, device: torch.device | None) -> None:
@@ -41,16 +43,22 @@ class Workspace:
         self.sizes: dict[int | str, int] = defaultdict(int)  # key of a buffer -> bytes
         self.buffers: dict[int | str, torch.Tensor] = {}  # key of a buffer -> flat uint8 tensor
 
-    def reserve(self, number: int, rank_plan: RankPlan) -> None:
-        """Count the bytes of bucket `number`. All buckets reserve before the first `views_for`."""
-        for memory, nbytes in rank_plan.workspace_layout()[1].items():
+    def reserve(self, number: int, rank_plan: RankPlan, stack_name: str | None = None) -> None:
+        """Count the bytes of bucket `number`. All buckets reserve before the first `views_for`.
+        `stack_name`: as in `layout_of`.
+        """
+        for memory, nbytes in layout_of(rank_plan, stack_name)[1].items():
             key = self._key(number, memory)
             self.sizes[key] = max(self.sizes[key], nbytes)
 
-    def views_for(self, number: int, rank_plan: RankPlan) -> dict[str, torch.Tensor]:
-        """{use of the workspace: flat uint8 view} for bucket `number`; allocates on first use."""
+    def views_for(
+        self, number: int, rank_plan: RankPlan, stack_name: str | None = None
+    ) -> dict[str, torch.Tensor]:
+        """{use of the workspace: flat uint8 view} for bucket `number`; allocates on first use.
+        `stack_name`: as in `layout_of`.
+        """
         views = {}
-        for use, (memory, offset_bytes) in rank_plan.workspace_layout()[0].items():
+        for use, (memory, offset_bytes) in layout_of(rank_plan, stack_name)[0].items():
             key = self._key(number, memory)
             # Not zeroed: every use is written before read
             if key not in self.buffers:
@@ -68,9 +76,24 @@ class Workspace:
         return number % self.buffer_count if memory == "bucket_buffer" else memory
 
 
+def layout_of(
+    rank_plan: RankPlan, stack_name: str | None = None
+) -> tuple[dict[str, tuple[str, int]], dict[str, int]]:
+    """`RankPlan.workspace_layout`, with the stacks in a memory `stack_name`; None: in the shared
+    scratch.
+    """
+    if stack_name is None:
+        return rank_plan.workspace_layout()
+    nbytes = rank_plan.use_bytes
+    places, sizes = replace(rank_plan, use_bytes={**nbytes, "stack": 0}).workspace_layout()
+    return {**places, "stack": (stack_name, 0)}, {**sizes, stack_name: nbytes["stack"]}
+
+
 def buffer_name(key: int | str) -> str:
-    """Return the name of a buffer in reports: "bucket buffer <index>" or "shared scratch"."""
-    return f"bucket buffer {key}" if isinstance(key, int) else "shared scratch"
+    """Return the name of a buffer in reports: "bucket buffer <index>", "shared scratch", or of a
+    memory of stacks.
+    """
+    return f"bucket buffer {key}" if isinstance(key, int) else key.replace("_", " ")
 
 
 def views_like(

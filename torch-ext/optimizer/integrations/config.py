@@ -26,6 +26,9 @@ IGNORED = ("fused", "foreach", "device_mesh")
 ONLY_FALSE = ("amsgrad", "differentiable", "maximize")  # options that no step of Muon has
 # `eps` and `betas` are those of Adam in every framework
 CALLED = {"betas": "adamw_betas", "eps": "adamw_eps", "ns_eps": "eps"}
+# dion's name of an argument: NeMo Automodel takes a key that ends with _fn for a path to import
+ALSO_CALLED = {"adjust_lr": "adjust_lr_fn"}
+OTHER_NAMES = {"learning_rate": "lr", "adamw_learning_rate": "adamw_lr"}  # too unlike to be guessed
 OVERRIDES = "overrides"
 DTYPES = {
     "float32": torch.float32,
@@ -49,6 +52,7 @@ OPTIONAL_KEYS = (
 )
 # Keys that all groups have, but that groups with use_muon=False do not read
 OF_MATRICES = ("ns_coefficients", "ns_steps", "adjust_lr_fn")
+IN_GROUP = re.compile(r"in group \d+ \((.*?)\): ")  # begins messages of `Muon`
 REGEX = "re:"  # prefix of a pattern that is a regular expression
 
 
@@ -118,6 +122,20 @@ def of_no_group() -> Iterator[None]:
         raise type(error)(str(error).removeprefix("in group 0 (#0): ")) from error
 
 
+def argument_of(key: str) -> str:
+    """The argument of `Muon` that a key of the config means."""
+    return {**CALLED, **ALSO_CALLED}.get(key, key)
+
+
+def spelling_of(given: Mapping, is_muon: bool = True) -> dict[str, str]:
+    """{argument of `Muon`: its key of the config} of the arguments that the config calls by another
+    name. `given`: the config, whose own spelling comes first. `is_muon`: `eps` is that of matrices.
+    """
+    usual = {CALLED[key]: key for key in CALLED if is_muon or key != "ns_eps"}
+    own = {argument_of(key): key for key in given if argument_of(key) in {*usual, "adjust_lr_fn"}}
+    return {**usual, **own}
+
+
 def rule_options(rule: str | type[Rule] | None) -> dict[str, object]:
     """{name: default} of the options of a rule; {} for None."""
     plain = group_keys()
@@ -126,7 +144,8 @@ def rule_options(rule: str | type[Rule] | None) -> dict[str, object]:
 
 def near(key: str, allowed: Collection[str]) -> str:
     """ "did you mean ...?" with the names of `allowed` that resemble `key`, or all names."""
-    found = difflib.get_close_matches(key, allowed, n=3, cutoff=0.6)
+    known = OTHER_NAMES.get(key.lower(), key.lower())
+    found = [known] if known in allowed else difflib.get_close_matches(key, allowed, 3, 0.6)
     if found:
         return f"did you mean {' or '.join(map(repr, found))}?"
     return f"allowed: {', '.join(sorted(allowed))}"
@@ -140,11 +159,17 @@ def refuse_unknown(given: Mapping, allowed: Collection[str], where: str) -> None
 
 
 def refuse_text(key: str, value: object, default: object) -> None:
-    """Raise ConfigError for a text in place of a number, which YAML makes of 1e-3."""
+    """Raise ConfigError for a text in place of a number, which YAML makes of 1e-3, or of a truth
+    value.
+    """
     if isinstance(value, str) and isinstance(default, (int, float)):
+        how = (
+            "write true or false, without quotation marks"
+            if isinstance(default, bool)
+            else "YAML reads 1e-3 as a text, and 1.0e-3 as a number"
+        )
         raise ConfigError(
-            f"{key}: {value!r} is a text, but {type(default).__name__} is needed (YAML reads "
-            "1e-3 as a text, and 1.0e-3 as a number)"
+            f"{key}: {value!r} is a text, but {type(default).__name__} is needed ({how})"
         )
 
 
@@ -199,47 +224,64 @@ def process_group_of(given: object) -> object:
     """The process group of the value of `process_group`: "world" is the default group, and None
     in a program of one process.
     """
-    if not isinstance(given, str):
-        return given
-    if given != "world":
+    is_text = isinstance(given, str)
+    if isinstance(given, (bool, int, float, list, Mapping)) or (is_text and given != "world"):
         raise ConfigError(
             f"process_group: {given!r} is not allowed: it must be 'world', None or a process group"
         )
+    if not is_text:
+        return given
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     return dist.group.WORLD
 
 
 def clip_of(given: object, model: nn.Module) -> object:
-    """The QKClip of a mapping of the arguments of `QKClip.of`; other values are returned
+    """The QKClip of a mapping of the arguments of `QKClip.of`; a QKClip and None are returned
     unchanged.
     """
-    if not isinstance(given, Mapping):
+    if given is None or isinstance(given, QKClip):
         return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"qk_clip: {given!r} is not allowed: it must map arguments of QKClip.of to values, "
+            "such as {threshold: 100.0}"
+        )
     allowed = {**arguments_of(QKClip.of), **arguments_of(QKClip.__init__)}
     allowed.pop("layers")
     refuse_unknown(given, allowed, "qk_clip")
+    for key, value in given.items():
+        refuse_text(f"qk_clip: {key}", value, allowed[key])
     return QKClip.of(model, **given)
 
 
 @contextlib.contextmanager
 def in_config_terms(
-    where: str, is_muon: bool = True, called: Mapping[str, str] | None = None
+    where: str, called: Mapping[str, str] | None = None, has_groups: bool = False
 ) -> Iterator[None]:
     """A context manager that prefixes errors raised inside with `where`, and names arguments as
-    the config does. `is_muon`: `eps` is that of matrices, not Adam's. `called`: {argument: key} of
-    another config than `MuonFactory`'s.
+    the config does. `called`: {argument: key of the config}, of `spelling_of` for None.
+    `has_groups`: the config has groups, so that their numbers say something.
     """
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except (ValueError, TypeError, NotImplementedError) as error:
-        if called is None:
-            names = {key for key in CALLED if is_muon or key != "ns_eps"}
-            called = {CALLED[key]: key for key in names}
+        called = spelling_of({}) if called is None else called
         words = re.compile(rf"\b({'|'.join(called)})\b(?!\.)")
         text = words.sub(lambda found: called[found.group()], str(error))
+        if not has_groups:
+            text = _without_group(text)
         # Not translated twice by a context around this one
         kind = ConfigError if isinstance(error, ValueError) else type(error)
         raise kind(f"{where}: {text}") from error
+
+
+def _without_group(message: str) -> str:
+    """A message of `Muon` without the number of a group, but with the names of its parameters."""
+    found = IN_GROUP.match(message)
+    if found is None:
+        return message
+    rest = message[found.end() :]
+    return rest if rest.startswith("parameter ") else f"parameters {found[1]}: {rest}"

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from ..muon import Muon, NorMuon
-from .config import ConfigError, refuse_unknown
+from .config import ConfigError, in_config_terms, refuse_text, refuse_unknown
 
 # Keys of dion's groups -> keys of Muon groups. `epsilon` is left out: dion adds a number to the
 # norm, this package a number relative to the largest element, small for gradients of any scale
@@ -20,6 +21,20 @@ ELEMENTWISE = ("adamw", "lion")  # algorithms of groups that are no matrices
 SHAPES = ("adjust_lr", "flatten", "num_heads", "split_sizes")
 # None of dion is the factor 1, while None of `Muon` is torch's factor
 FACTORS = {"spectral_norm": "spectral_norm", "rms_norm": "rms_norm", None: 1.0}
+# Argument or key of `Muon` -> dion's, for messages
+CALLED = {
+    "momentum": "mu",
+    "beta2": "muon_beta2",
+    "eps": "epsilon",
+    "adjust_lr_fn": "adjust_lr",
+    "process_group": "distributed_mesh",
+    "use_muon=False": "algorithm='adamw'",
+}
+# Types of the values of a group: texts in place of numbers and of truth values are refused
+TYPES = {
+    **dict.fromkeys(("lr", "mu", "muon_beta2", "beta1", "beta2", "weight_decay", "epsilon"), 0.0),
+    **dict.fromkeys(("cautious_wd", "nesterov", "flatten"), False),
+}
 COEFFICIENTS = {True: "polar_express_dion", False: "quintic"}  # by `use_polar_express`
 
 
@@ -33,24 +48,50 @@ def _pairs(group: Mapping) -> list[tuple[str | None, torch.Tensor]]:
 def _split_of(group: Mapping, params: list[torch.Tensor]) -> object:
     """The value of `split` for `flatten`, `num_heads` and `split_sizes`; None without any."""
     flatten, heads, sizes = (group.get(key) for key in ("flatten", "num_heads", "split_sizes"))
+    if heads is not None and not _is_size(heads):
+        raise ConfigError(f"num_heads={heads!r} is not allowed: it must be a whole number >= 1")
+    is_list = isinstance(sizes, (list, tuple))
+    if sizes is not None and not (is_list and all(_is_size(size) for size in sizes)):
+        raise ConfigError(
+            f"split_sizes={sizes!r} is not allowed: it must be a list of numbers of rows, whole "
+            "numbers >= 1"
+        )
     if sum(bool(value) for value in (flatten, sizes, heads is not None and heads != 1)) > 1:
         raise ConfigError(
             f"flatten={flatten!r}, num_heads={heads!r} and split_sizes={sizes!r} exclude each "
             "other: leave all but one out"
         )
+    rows = {p.shape[0] for p in params if p.ndim == 2}
     if sizes is not None:
+        if wrong := rows - {sum(sizes)}:
+            raise ConfigError(
+                f"split_sizes={list(sizes)} add up to {sum(sizes)} rows, but a parameter has "
+                f"{min(wrong)}"
+            )
         return {"rows": list(sizes)}
     if heads is not None and heads != 1:
+        if wrong := [count for count in rows if count % heads]:
+            raise ConfigError(f"num_heads={heads} does not divide the {min(wrong)} rows")
         return {"heads": heads}
     # A form for each parameter: a matrix is flat
     return ["flatten" if p.ndim > 2 else None for p in params] if flatten else None
+
+
+def _is_size(value: object) -> bool:
+    """Whether a value is a whole number >= 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_beta(value: object) -> bool:
+    """Whether a value is a number in [0, 1)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
 
 
 def _muon_group(group: Mapping, params: list[torch.Tensor]) -> dict[str, object]:
     """The keys of a Muon group for a group of dion's "muon" or "normuon"."""
     keys = {new: group[old] for old, new in RENAMED.items() if old in group}
     factor = group.get("adjust_lr", "spectral_norm")
-    if factor not in FACTORS:
+    if not (factor is None or isinstance(factor, str)) or factor not in FACTORS:
         raise ConfigError(f"adjust_lr={factor!r} must be one of {list(FACTORS)}")
     split = _split_of(group, params)
     return {**keys, "adjust_lr_fn": FACTORS[factor], **({} if split is None else {"split": split})}
@@ -68,10 +109,18 @@ def translated(given: Mapping, defaults: Mapping) -> dict[str, object]:
     """The parameter group of this package for a group of dion. `defaults`: dion's arguments.
 
     Raises NotImplementedError for a tensor as `weight_decay`, ConfigError for unknown keys and
-    algorithms.
+    algorithms, for texts in place of numbers, and without `params`.
     """
-    refuse_unknown(given, (*OWN, *KEPT, *SHAPES), "group of dion")
+    allowed = {*OWN, *KEPT, *SHAPES} - ({"muon_beta2"} - {*defaults})
+    refuse_unknown(given, allowed, "group of dion")
+    if "params" not in given:
+        raise ConfigError("group of dion: the key 'params' is missing")
     group = {**defaults, **given}
+    for key, value in group.items():
+        refuse_text(key, value, TYPES.get(key))
+    for key in ("beta1", "beta2"):
+        if not _is_beta(group[key]):
+            raise ConfigError(f"{key}={group[key]!r} is not allowed: it must be a number in [0, 1)")
     algorithm = group["algorithm"]
     if algorithm not in (defaults["algorithm"], *ELEMENTWISE):
         raise ConfigError(
@@ -149,23 +198,33 @@ class _DionGroups(torch.optim.Optimizer):
         use_polar_express and newton_schulz_func. `betas` and `of_groups`: the arguments that a
         group may replace, by their keys.
         """
-        self._dion = {**of_groups, "beta1": betas[0], "beta2": betas[1]}
-        groups = _groups(params, self._dion)
-        more = _muon_arguments(groups, *of_all_groups)
-        if "muon_beta2" in of_groups:
-            more["beta2"] = of_groups["muon_beta2"]
-        arguments = ("lr", "weight_decay", "mu", "nesterov")
-        super().__init__(groups, *(of_groups[key] for key in arguments), **more)
+        with self._in_dions_terms():
+            is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+            if not (is_pair and all(map(_is_beta, betas))):
+                raise ConfigError(
+                    f"betas={betas!r} is not allowed: it must be two numbers in [0, 1)"
+                )
+            self._dion = {**of_groups, "beta1": betas[0], "beta2": betas[1]}
+            groups = _groups(params, self._dion)
+            more = _muon_arguments(groups, *of_all_groups)
+            if "muon_beta2" in of_groups:
+                more["beta2"] = of_groups["muon_beta2"]
+            arguments = ("lr", "weight_decay", "mu", "nesterov")
+            super().__init__(groups, *(of_groups[key] for key in arguments), **more)
+
+    def _in_dions_terms(self) -> contextlib.AbstractContextManager:
+        """A context manager that names arguments and keys as dion does in errors raised inside."""
+        return in_config_terms(type(self).__name__, CALLED, has_groups=True)
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group with the keys of dion. Raises as the constructor does, and leaves the
         optimizer unchanged.
         """
         # The constructor adds groups that are translated already
-        if self._has_all_groups and isinstance(param_group, Mapping):
-            if "params" in param_group:
-                param_group = translated(param_group, self._dion)
-        super().add_param_group(param_group)
+        if not (self._has_all_groups and isinstance(param_group, Mapping)):
+            return super().add_param_group(param_group)
+        with self._in_dions_terms():
+            super().add_param_group(translated(param_group, self._dion))
 
     @classmethod
     def _ranks_as_argument(cls, ranks: object) -> dict[str, object]:

@@ -7,6 +7,7 @@ calls it with the model, sharded or not, and the values.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -14,9 +15,19 @@ from torch import nn
 from ..muon import Muon, NorMuon
 from ..params.param_groups import get_default_muon_param_groups
 from . import config
-from .config import CALLED, OVERRIDES, ConfigError, NamePattern, in_config_terms, refuse_unknown
+from .config import OVERRIDES, ConfigError, NamePattern, in_config_terms, refuse_unknown
 
 WHERE = "MuonFactory"
+# Types of values whose defaults are None
+NUMBERS = {"adamw_lr": 1e-3, "workspace_bytes": 1}
+
+
+class Overridden(NamedTuple):
+    """A group, and the entry of `overrides` that made it."""
+
+    where: str  # the entry's key in the config; empty for a group of the config's own values
+    keys: Mapping  # the entry's values as the config has them
+    group: dict
 
 
 class MuonFactory:
@@ -24,12 +35,13 @@ class MuonFactory:
     values of a YAML or JSON config.
 
     Keys are the arguments of `Muon` and of `get_default_muon_param_groups`, the options of the
-    rule, and `overrides`. Differences: `betas` and `eps` are AdamW's, `ns_eps` is `eps` of Muon.
-    `adamw` and `muon` are globs of whole names, or regular expressions after "re:". dtypes are
-    names such as "bf16". process_group="world" is the default group of torch.distributed, found
-    when the factory is called. `qk_clip` is a mapping of the arguments of `QKClip.of`. report=True
-    prints the groups. `overrides`: {pattern: {key: value}}, keys of groups for the parameters whose
-    names match; the first pattern that matches counts.
+    rule, and `overrides`. Differences: `betas` and `eps` are AdamW's, `ns_eps` is `eps` of Muon,
+    and `adjust_lr` is another name of `adjust_lr_fn`. `adamw` and `muon` are globs of whole names,
+    or regular expressions after "re:". dtypes are names such as "bf16". process_group="world" is
+    the default group of torch.distributed, found when the factory is called. `qk_clip` is a mapping
+    of the arguments of `QKClip.of`. report=True prints the groups. `overrides`: {pattern: {key:
+    value}}, keys of groups for the parameters whose names match; the first pattern that matches
+    counts.
 
     `fused`, `foreach` and `device_mesh` are ignored; `amsgrad`, `differentiable` and `maximize` may
     be False. Any further key raises ValueError.
@@ -43,13 +55,18 @@ class MuonFactory:
         """
         given = {key: value for key, value in given.items() if key not in config.IGNORED}
         for key in config.ONLY_FALSE:
-            if given.pop(key, False):
-                raise ConfigError(f"{WHERE}: {key}=True is not supported: leave it out")
-        with in_config_terms(WHERE):
+            if value := given.pop(key, False):
+                raise ConfigError(f"{WHERE}: {key}={value!r} is not supported: leave it out")
+        spelling = config.spelling_of(given)
+        with in_config_terms(WHERE, spelling):
             options = config.rule_options(given.get("rule"))
             refuse_unknown(given, _allowed(options), "config")
             for key, value in given.items():
                 config.refuse_text(key, value, _default(key, options))
+        if given.get("adamw_lr") is not None:
+            with in_config_terms(WHERE, {"lr": "adamw_lr"}), config.of_no_group():
+                Muon([config.trial_matrix()], lr=given["adamw_lr"])
+        with in_config_terms(WHERE, spelling):
             arguments, grouping, of_muon = _sorted(given, options)
             # A key of every Muon group, which the argument of `Muon` does not replace
             if "adjust_lr_fn" in arguments:
@@ -60,19 +77,19 @@ class MuonFactory:
                     group.update(of_muon)
             arguments = _resolved(arguments, model)
             overridden = _override(groups, given.get(OVERRIDES) or {}, given.get("rule"))
-        return _build(overridden, arguments)
+        return _build(overridden, arguments, spelling)
 
 
 def _allowed(options: Mapping) -> set[str]:
     """All keys of a config, for a rule with `options`."""
-    muon = set(config.MUON_ARGUMENTS) | set(CALLED)
+    muon = {*config.MUON_ARGUMENTS, *config.CALLED, *config.ALSO_CALLED}
     return muon | set(config.GROUP_ARGUMENTS) | set(options) | {OVERRIDES}
 
 
 def _default(key: str, options: Mapping) -> object:
     """The default of a key of the config."""
-    known = {**config.GROUP_ARGUMENTS, **config.MUON_ARGUMENTS, **options, "adamw_lr": 1e-3}
-    return known.get(CALLED.get(key, key))
+    known = {**config.GROUP_ARGUMENTS, **config.MUON_ARGUMENTS, **options, **NUMBERS}
+    return known.get(config.argument_of(key))
 
 
 def _sorted(given: Mapping, options: Mapping) -> tuple[dict, dict, dict]:
@@ -86,7 +103,7 @@ def _sorted(given: Mapping, options: Mapping) -> tuple[dict, dict, dict]:
         elif key in options:
             options_of_rule[key] = value
         elif key != OVERRIDES:
-            name = CALLED.get(key, key)
+            name = config.argument_of(key)
             if name in arguments:
                 raise ConfigError(f"{spelt[name]} and {key} mean one value: give one of them")
             arguments[name], spelt[name] = value, key
@@ -99,10 +116,18 @@ def _groups(model: nn.Module, grouping: Mapping) -> list[dict]:
     for key in ("adamw", "muon"):
         if key in grouping:
             grouping[key] = config.patterns(key, grouping[key])
-    if isinstance(grouping.get("report"), bool):
+    split, report = grouping.get("split"), grouping.get("report")
+    if isinstance(split, Mapping):
+        raise ConfigError(
+            f"split: {split!r} is not allowed: it must be None, 'auto' or 'heads'. Such a split is "
+            f"a key of parameters: {OVERRIDES}: {{pattern: {{split: ...}}}}"
+        )
+    if report is not None and not isinstance(report, bool) and not callable(report):
+        raise ConfigError(f"report: {report!r} is not allowed: it must be true or false")
+    if isinstance(report, bool):
         # One table, not one for each rank
         is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
-        grouping["report"] = print if grouping["report"] and is_first else None
+        grouping["report"] = print if report and is_first else None
     return get_default_muon_param_groups(model, **grouping)
 
 
@@ -125,9 +150,9 @@ def _resolved(arguments: Mapping, model: nn.Module) -> dict[str, object]:
     return resolved
 
 
-def _override(groups: list[dict], overrides: object, rule: object) -> list[tuple[str, dict]]:
-    """Pairs (key of the config, group): the groups, with the parameters that a pattern matches in
-    groups of their own. `rule`: of the config.
+def _override(groups: list[dict], overrides: object, rule: object) -> list[Overridden]:
+    """The groups, with the parameters that a pattern matches in groups of their own. `rule`: of the
+    config.
     """
     if not isinstance(overrides, Mapping):
         raise ConfigError(
@@ -147,7 +172,7 @@ def _override(groups: list[dict], overrides: object, rule: object) -> list[tuple
                 f"{where} matches no trainable parameter, or only parameters that patterns before "
                 "it match: correct the pattern, or move it to the front"
             )
-    return [("", group) for group in groups] + found
+    return [Overridden("", {}, group) for group in groups] + found
 
 
 def _split(
@@ -156,7 +181,7 @@ def _split(
     keys: Mapping,
     where: str,
     rule: object,
-    found: list[tuple[str, dict]],
+    found: list[Overridden],
 ) -> list[dict]:
     """Move the parameters that `pattern` matches from `group` to a new group, which gets `keys` and
     is appended to `found`. Returns [the remaining group], or [] if nothing remains.
@@ -169,7 +194,7 @@ def _split(
         # Options of the config's rule are no keys of another rule
         dropped = config.rule_options(rule) if group["use_muon"] and "rule" in keys else ()
         kept = {key: v for key, v in _members(group, matched).items() if key not in dropped}
-        found.append((where, {**kept, **values}))
+        found.append(Overridden(where, keys, {**kept, **values}))
     return [_members(group, rest)] if rest else []
 
 
@@ -190,18 +215,20 @@ def _group_values(
     with in_config_terms(where):
         if group["use_muon"]:
             defaults, kind = config.group_keys(keys.get("rule", rule)), "Muon"
-            allowed = {*defaults, *config.OPTIONAL_KEYS, "ns_eps"} - {"eps"}
+            allowed = {*defaults, *config.OPTIONAL_KEYS, *config.ALSO_CALLED, "ns_eps"} - {"eps"}
         else:
             defaults, kind = config.elementwise_keys(keys.get("rule")), "AdamW"
             allowed = {*defaults, "decay", "rule", "state_dtype"}
     refuse_unknown(keys, allowed, f"{where}, for {kind} ({name})")
     values = {}
     for key, value in keys.items():
-        key = "eps" if key == "ns_eps" else key
-        if key == "state_dtype":
+        name = {"ns_eps": "eps", **config.ALSO_CALLED}.get(key, key)
+        if name in values:
+            raise ConfigError(f"{where}: two keys mean {name}, one of them {key}: give one of them")
+        if name == "state_dtype":
             value = config.dtype_of(f"{where}: {key}", value)
-        config.refuse_text(f"{where}: {key}", value, defaults.get(key))
-        values[key] = tuple(value) if key == "betas" and isinstance(value, list) else value
+        config.refuse_text(f"{where}: {key}", value, defaults.get(name))
+        values[name] = tuple(value) if key == "betas" and isinstance(value, list) else value
     return values
 
 
@@ -214,18 +241,19 @@ def _optimizer(groups: list[dict], arguments: Mapping) -> Muon:
     return Muon(groups, **arguments)
 
 
-def _build(overridden: list[tuple[str, dict]], arguments: Mapping) -> Muon:
-    """The optimizer of groups, each with its key of the config; errors name the key."""
+def _build(overridden: list[Overridden], arguments: Mapping, spelling: Mapping[str, str]) -> Muon:
+    """The optimizer of groups; errors name keys of the config. `spelling`: of `spelling_of`."""
     try:
-        return _optimizer([group for _, group in overridden], arguments)
+        return _optimizer([entry.group for entry in overridden], arguments)
     except (ValueError, TypeError, NotImplementedError):
-        with in_config_terms(WHERE), config.of_no_group():
+        with in_config_terms(WHERE, spelling), config.of_no_group():
             # The fault may be one of the arguments: any parameter has it. A clip needs the model
             of_any = {key: value for key, value in arguments.items() if key != "qk_clip"}
             _optimizer([{"params": [config.trial_matrix()]}], of_any)
-        for where, group in filter(lambda pair: pair[0], overridden):
+        for where, keys, group in filter(lambda entry: entry.where, overridden):
             # Or the fault is one of a pattern: its group alone has it
-            with in_config_terms(f"{WHERE}: {where}", is_muon=group["use_muon"]):
+            own = config.spelling_of(keys, group["use_muon"])
+            with in_config_terms(f"{WHERE}: {where}", own):
                 _optimizer([group], arguments)
-        with in_config_terms(WHERE):
+        with in_config_terms(WHERE, spelling):
             raise

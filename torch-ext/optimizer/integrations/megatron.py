@@ -97,7 +97,7 @@ def register_megatron_muon(
         )
     registry = _registry()
     refuse_unknown(options, OPTIONS, WHERE)
-    with in_config_terms(WHERE):
+    with in_config_terms(WHERE, called={key: key for key in OPTIONS}):
         for key, value in options.items():
             refuse_text(key, value, OPTIONS[key])
         options = {
@@ -210,6 +210,15 @@ def _values(config: Any) -> dict[str, object]:
     """Arguments of `Muon` that Megatron's config names."""
     scale = SCALES[_known(config, "muon_scale_mode", SCALES)]
     extra = config.muon_extra_scale_factor
+    is_number = isinstance(extra, (int, float)) and not isinstance(extra, bool)
+    if not (is_number and 0 < extra < math.inf):
+        raise ConfigError(
+            f"muon_extra_scale_factor={extra!r} is not allowed: it must be a finite number > 0"
+        )
+    if not isinstance(config.muon_split_qkv, bool):
+        raise ConfigError(
+            f"muon_split_qkv={config.muon_split_qkv!r} is not allowed: it must be True or False"
+        )
     precision = _known(config, "muon_fp32_matmul_prec", PRECISIONS)
     return {
         "nesterov": config.muon_nesterov,
@@ -223,7 +232,7 @@ def _values(config: Any) -> dict[str, object]:
 def _known(config: Any, key: str, allowed: Mapping[str, object]) -> str:
     """The value of a key of the config. Raises ConfigError unless it is one of `allowed`."""
     value = getattr(config, key)
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"{key}: {value!r} is not allowed; {near(str(value), allowed)}")
     return value
 

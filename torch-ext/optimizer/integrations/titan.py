@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from .config import OVERRIDES, ConfigError, patterns
-from .factory import MuonFactory
+from .config import OVERRIDES, ConfigError, in_config_terms, patterns
+from .factory import WHERE, MuonFactory
 
 
 def torchtitan_muon(lr: float = 8e-4, **values: object) -> object:
@@ -49,6 +49,17 @@ def _values_of_part(values: dict[str, object], names: list[str]) -> dict[str, ob
         if part.get(key):
             part[key] = _matching(key, part[key], names)
     return part
+
+
+def _check_patterns(values: dict[str, object]) -> None:
+    """Raise ConfigError for a pattern of a config that is none."""
+    with in_config_terms(WHERE):
+        for key in ("adamw", "muon", OVERRIDES):
+            given = values.get(key)
+            if key != OVERRIDES:
+                patterns(key, given)
+            elif isinstance(given, Mapping):
+                patterns(key, list(given))
 
 
 def _warn_unmatched(values: dict[str, object], names: list[str]) -> None:
@@ -94,6 +105,7 @@ def _container() -> type:
                 [canonical_fqn(name) for name, p in part.named_parameters() if p.requires_grad]
                 for part in model_parts
             ]
+            _check_patterns(config.muon)
             _warn_unmatched(config.muon, sum(names, []))
             for number, (part, of_part) in enumerate(zip(model_parts, names)):
                 optimizer = MuonFactory()(part, **_values_of_part(config.muon, of_part))

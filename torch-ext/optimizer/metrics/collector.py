@@ -18,17 +18,19 @@ import torch
 from ..kernels.elementwise.multi_tensor import Squares
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.launch.precompile import in_dry_run
+from ..kernels.metrics.sample import Region, SampledSquares, Weights
 from ..params.dtensor import local_of
 from ..planning.plan import OWNER_STATE_ROUTES, Bucket, Matrix
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
+from .regions import regions_of, regions_of_rows
 
-COLUMNS = 6  # of a table: the fields of `values.Sums`
+COLUMNS = 7  # of a table: the fields of `values.Sums`
 PROBES = 16  # random vectors that estimate the orthogonality error; exact for short sides up to 16
-# Elements of the largest matrix that is sampled: it is copied to fp32 (16 MiB)
-SAMPLED_ELEMENTS = 1 << 22
-# Elements of parameters that are stepped at a time where old weights are copied
-COPIED_ELEMENTS = 1 << 24
+# Elements of the largest matrix that is sampled
+SAMPLED_ELEMENTS = 1 << 20
+# Old weights that are saved at a time, where another library's kernels step them
+SAVED_ELEMENTS = 1 << 22
 
 
 class OrthogonalitySample:
@@ -50,17 +52,29 @@ class OrthogonalitySample:
             signs = torch.randint(2, (n, PROBES), generator=generator, device="cpu") * 2 - 1
             probes = signs.float() / math.sqrt(PROBES)
         self.probes = probes.to(stack.device)
-        self.error = torch.zeros((), dtype=torch.float32, device=stack.device)
+        # In 16 bits the products have O's dtype, in which the probes are exact: a cast of O would
+        # be a further launch, and products in fp32 are slow. Rounding adds 0.002 in quadrature
+        dtype = stack.dtype if stack.dtype.itemsize == 2 else torch.float32
+        self.narrow_probes = self.probes.to(dtype)
+        # n times the square of the error: a step has the fewest launches
+        self.square = torch.zeros((), dtype=torch.float32, device=stack.device)
 
     def measure(self) -> None:
-        """Write `error`, without a wait of the host."""
+        """Write `square`, without a wait of the host."""
         if in_dry_run():
             return
-        X = self.stack[self.index : self.index + 1].float()[0]
+        is_scattered = isinstance(self.stack, ScatteredRows)
+        X = self.stack.matrix(self.index) if is_scattered else self.stack[self.index]
+        X = X.to(self.narrow_probes.dtype)
         if X.shape[0] > X.shape[1]:
             X = X.mT
-        rest = X @ (X.mT @ self.probes) - self.probes
-        self.error.copy_(rest.square().sum().div_(len(X)).sqrt_())
+        # The difference is in fp32
+        rest = (X @ (X.mT @ self.narrow_probes) - self.probes).view(-1)
+        torch.dot(rest, rest, out=self.square)
+
+    def error(self) -> torch.Tensor:
+        """Return the error, fp64 on the device."""
+        return (self.square.double() / min(self.stack.shape[1:])).sqrt()
 
 
 class Collector:
@@ -75,6 +89,7 @@ class Collector:
         self.sums: list[tuple[Squares, list[int]]] = []
         self.found_samples: list[OrthogonalitySample] = []
         self.elements = [0] * len(plan.params)  # that this rank counts
+        self.read = [0] * len(plan.params)  # part of `elements` that the sums have
 
     def of_pieces(
         self, pieces: Sequence[Piece], route: str, sizes: Sequence[int] | None = None
@@ -91,32 +106,75 @@ class Collector:
             counts = p.owner == p.stored_at if of_owner or p.kind == "chunk" else p.is_source
             rows.append(p.matrix.param if counts else count)
             if counts and sizes is not None:
-                self.elements[p.matrix.param] += sizes[i]
+                self._count(p.matrix.param, sizes[i])
         if set(rows) <= {count}:
             return None
         return self._add(rows)
 
-    def of_params(self) -> tuple[torch.Tensor, list[slice]]:
-        """Return rows for the sums of parameters that are stepped where stored, and parts of the
-        parameters that are stepped at a time: copies of old weights are bounded by
-        COPIED_ELEMENTS, or by the largest parameter.
+    def of_params(
+        self,
+        W: Sequence[torch.Tensor],
+        rests: Sequence[torch.Tensor],
+        M: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor] = (),
+    ) -> list[tuple[slice, SampledSquares]]:
+        """Return sums of parameters that are stepped where stored, by parts of the parameters that
+        are stepped at a time: saved weights are bounded by SAVED_ELEMENTS, or by those of the
+        largest parameter. `W`, `M`: local weights and momenta. `rests`: of split weights, or ().
+        `scales`: of momenta in 8 bits, or ().
         """
-        count = len(self.elements)
-        rows, parts, size = [], [], math.inf
-        for number, (p, layout) in enumerate(zip(self.plan.params, self.plan.layouts)):
-            counts = self.rank in layout.replicas[0]
-            rows.append(number if counts else count)
-            numel = local_of(p).numel()
-            self.elements[number] = numel * counts
-            if size + numel > COPIED_ELEMENTS:
+        parts, size = [], math.inf
+        regions = [regions_of(layout, self.rank) for layout in self.plan.layouts]
+        for number, some in enumerate(regions):
+            slots = sum(region.slots for region in some)
+            if size + slots > SAVED_ELEMENTS:
                 parts.append(slice(number, number))
                 size = 0
-            size += numel
+            size += slots
             parts[-1] = slice(parts[-1].start, number + 1)
-        (rows_of_params,) = self._add(rows).lay_out(
-            None, count, local_of(self.plan.params[0]).device
-        )
-        return rows_of_params, parts
+        found = []
+        for part in parts:
+            weights = Weights(W[part], rests[part])
+            numbers = range(part.start, part.stop)
+            counts = [self.rank in self.plan.layouts[number].replicas[0] for number in numbers]
+            squares = self._add_sampled(numbers, regions[part], counts)
+            own = squares, regions[part], weights, weights, M[part], scales[part]
+            found.append((part, SampledSquares(*own)))
+        return found
+
+    def of_chunks(
+        self,
+        pieces: Sequence[Piece],
+        old: Weights,
+        new: Weights,
+        M: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor] = (),
+    ) -> SampledSquares:
+        """Return sums of chunks of parameters that this rank owns, see `SampledSquares`."""
+        numbers, regions = [p.matrix.param for p in pieces], []
+        for p, number in zip(pieces, numbers):
+            (first, stop), _ = p.box
+            shape = local_of(self.plan.params[number]).shape
+            regions.append(regions_of_rows(shape, first, stop - first))
+        squares = self._add_sampled(numbers, regions, [True] * len(pieces))
+        return SampledSquares(squares, regions, old, new, M, scales)
+
+    def _add_sampled(
+        self, numbers: Sequence[int], regions: Sequence[Sequence[Region]], counts: Sequence[bool]
+    ) -> Squares:
+        """Return memory for the sums of parameters `numbers` or parts of them; count the elements
+        of those with `counts`.
+        """
+        for number, some, is_counted in zip(numbers, regions, counts):
+            for region in some if is_counted else ():
+                self._count(number, region.rows * region.cols, region.count())
+        behind = len(self.elements)
+        return self._add([n if is_counted else behind for n, is_counted in zip(numbers, counts)])
+
+    def _count(self, number: int, elements: int, read: int | None = None) -> None:
+        """Count elements of a parameter, of which `read` are in the sums; None: all."""
+        self.elements[number] += elements
+        self.read[number] += elements if read is None else read
 
     def of_parts(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return rows for the sums of parts of parameters that are stepped where stored; `numbers`:
@@ -125,8 +183,7 @@ class Collector:
         count = len(self.elements)
         counts = [self.rank in layout.replicas[0] for layout in self.plan.layouts]
         for number in set(numbers):
-            numel = local_of(self.plan.params[number]).numel()
-            self.elements[number] = numel * counts[number]
+            self._count(number, local_of(self.plan.params[number]).numel() * counts[number])
         squares = self._add([number if counts[number] else count for number in numbers])
         (rows,) = squares.lay_out(None, len(numbers), local_of(self.plan.params[0]).device)
         return rows
@@ -159,8 +216,9 @@ class Collector:
                 total[:, :3].index_add_(0, index, squares.totals(len(rows)))
         total[:count, 3] = torch.tensor(self.elements, dtype=torch.float64, device=device)
         for sample in self.found_samples:
-            total[sample.param, 4] += sample.error
+            total[sample.param, 4] += sample.error()
             total[sample.param, 5] += 1
+        total[:count, 6] = torch.tensor(self.read, dtype=torch.float64, device=device)
         return total[:count]
 
 

@@ -42,6 +42,7 @@ def read_metrics(
     table[~torch.tensor(keeps, device=device)] = 0.0
     if process_groups is not None:
         _add_over_ranks(table, entries, process_groups)
+    _scale(table)
     sums = list(starmap(Sums, table.tolist()))
     skipped = [0] * len(entries) if nonfinite is None else nonfinite.skipped_by_param(entries)
     total = sum(one.update for one in sums)
@@ -63,6 +64,14 @@ def read_metrics(
         for i in sorted(by_group)
     }
     return Metrics(values, parameters, clipped)
+
+
+def _scale(table: torch.Tensor) -> None:
+    """Scale sums over sampled elements to all elements, in place. The factor is 1 without a
+    sample.
+    """
+    elements, read = table[:, 3], table[:, 6]
+    table[:, :3] *= (elements / read.clamp(min=1.0))[:, None]
 
 
 def _keys_of(groups: Sequence[dict]) -> dict[torch.Tensor, str]:

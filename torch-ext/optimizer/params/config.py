@@ -40,6 +40,8 @@ class MuonConfig:
     process_group: object = None
     grads_are_reduced: bool = True  # False: the optimizer averages gradients over process_group
     shard_state: bool = False  # True: only the owner of a plain parameter keeps its state
+    # True: state of DTensors that rules read at the owner of a matrix is stored there
+    state_at_owners: bool = False
     # momentum_buffer, exp_avg, exp_avg_sq; int8: of momentum only
     state_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.bfloat16  # updates in all-to-all buffers
@@ -100,6 +102,7 @@ class MuonConfig:
         for key in (
             "grads_are_reduced",
             "shard_state",
+            "state_at_owners",
             "capturable",
             "overlap_backward",
             "overlap_forward",
@@ -153,6 +156,11 @@ class MuonConfig:
             raise ValueError(
                 "offload_state is not allowed with capturable=True, which makes the whole step one "
                 "CUDA graph: state is copied by streams outside of it. Leave one of them out"
+            )
+        if kept and self.state_at_owners:
+            raise ValueError(
+                "offload_state is not allowed with state_at_owners=True, whose kernels step state "
+                "where owners store it, on the device: leave one of them out"
             )
 
     def _check_overlap(self) -> None:

@@ -71,6 +71,12 @@ class Layout:
         return [self.shape[-2:]] if self.cut_into is None else self.cut_into.shapes()
 
     @functools.cached_property
+    def matrices(self) -> list[tuple[tuple[int, ...], int]]:
+        """(leading indices, unit) of each matrix, row-major; equal on every rank."""
+        leading = itertools.product(*map(range, self.shape[:-2]))
+        return list(itertools.product(leading, range(self.unit_count)))
+
+    @functools.cached_property
     def selected_shapes(self) -> list[tuple[int, int] | None]:
         """Shape of the part of each unit that its owner selects; None: the whole unit."""
         return [None] * self.unit_count

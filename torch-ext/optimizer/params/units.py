@@ -211,14 +211,18 @@ def _blocks(
     """The blocks of a dim of `size` indices; `what`: "rows" or "columns", for messages."""
     if heads:
         if size % heads:
-            raise ValueError(f"{heads} heads do not divide {size} {what} into equal parts")
+            raise ValueError(
+                f"{heads} heads do not divide {size} {what} into equal parts: correct split"
+            )
         sizes = [size // heads] * heads
     if not sizes:
         return (Block(((0, size),)),)
     period = sum(sizes)
     if period * repeat != size:
         total = f"{repeat} times {period}" if repeat > 1 else period
-        raise ValueError(f"the sizes {list(sizes)} add up to {total} {what}, not to {size}")
+        raise ValueError(
+            f"the sizes {list(sizes)} add up to {total} {what}, not to {size}: correct split"
+        )
     starts = itertools.accumulate(sizes, initial=0)
     return tuple(
         Block(tuple((k * period + start, k * period + start + n) for k in range(repeat)))

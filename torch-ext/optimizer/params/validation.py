@@ -36,7 +36,7 @@ from ..rules.muon import (
     is_split,
     is_stochastic,
 )
-from ..rules.rule import RULES, has_radius, number_of, overrides, reads_gradients, rule_of
+from ..rules.rule import RULES, has_radius, number_of, rule_of
 from .checks.group_keys import is_false, is_same, misspelt
 from .checks.group_values import (
     BELOW_ONE,
@@ -49,6 +49,7 @@ from .checks.group_values import (
     is_adamw,
     require,
 )
+from .checks.rule_options import check_rule_with_options
 from .dtensor import form_of, is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
 from .layout import check_local_shape, check_placements, check_state, check_unit_sharding, layout_of
@@ -428,25 +429,8 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
     if not group["use_muon"]:
         return check_averages(group, options)
     rule = rule_of(group)
-    if options.capturable and reads_gradients(rule):
-        raise NotImplementedError(
-            f"rule={group['rule']!r} overrides `update` or `write`, beside which torch reads "
-            "gradients where they lay at the capture of a CUDA graph: leave capturable=True out "
-            "(parts of the step are graphs without it), or compute in `before` and `after`"
-        )
     is_8bit = is_quantized(options.state_dtype)
-    if is_8bit and overrides(rule, "update"):
-        raise NotImplementedError(
-            f"rule={group['rule']!r} overrides `update`, which computes momentum in torch, but "
-            "state_dtype=torch.int8 needs the package's kernels: use state_dtype=torch.bfloat16, "
-            "or compute in `before` and `after`"
-        )
-    if is_8bit and rule.selection(group) is not None:
-        raise NotImplementedError(
-            f"rule={group['rule']!r} keeps what it does not orthogonalize in the momentum, which "
-            "state_dtype=torch.int8 would round in every step: use state_dtype=torch.bfloat16 or "
-            "torch.float32, or another rule"
-        )
+    check_rule_with_options(group, options.capturable, is_8bit, options.state_at_owners)
     state, checked = rule.state, set()
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
         if param.requires_grad and param.ndim > 1:

@@ -129,6 +129,14 @@ class PlanInputs:
     side_by_side: Callable[[list], bool] = never
     # Bytes of the workspace that the two options before may use; None: no more than without them
     rank_bytes: int | None = None
+    # Whether owners store the state of DTensors that they read: then the state is not sent
+    state_at_owners: bool = False
+
+    def owner_stores(self, layout: Layout) -> bool:
+        """Whether the owner of a matrix stores the matrix' state, whatever `layout` says. Of a
+        plain parameter every rank has a copy, see the option shard_state.
+        """
+        return self.state_at_owners and not layout.plain
 
     @property
     def has_direct(self) -> bool:
@@ -230,7 +238,8 @@ class MemoryModel:
         self.of_state: dict[int, list[Layout]] = {}
         if state_layouts and route == "exchange":
             for layout, *of_state in zip(layouts, *state_layouts.values()):
-                self.of_state[id(layout)] = of_state
+                if not inputs.owner_stores(layout):
+                    self.of_state[id(layout)] = of_state
         self.scratch = inputs.scratch
         self.once = inputs.once
         self.route = route

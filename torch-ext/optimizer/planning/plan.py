@@ -77,7 +77,8 @@ class Bucket:
 
     [Note: routes] `route` is a key of execution/bucket_updates.py:
     "local": a single rank stores the matrices; nothing is sent.
-    "exchange": pieces of U to the owner, pieces of O back. State at the pieces.
+    "exchange": pieces of U to the owner, pieces of O back. State at the pieces; of DTensors with
+    state_at_owners, state that the rule reads at the owner.
     "own": as "exchange" for plain parameters, with the state at the owner.
     "reduce": unreduced gradients to the owner, which averages them and stores the state.
     "own_elementwise", "reduce_elementwise": AdamW, as "own" and "reduce", see `plan_chunks`.

@@ -81,6 +81,9 @@ class Plan:
     # State at owners: rows of state of each parameter (outer) on each rank of the group (inner).
     # None: state is placed like the parameter.
     state_rows: list[list[int]] | None = None
+    # With state_at_owners: owners of the matrices of each parameter, row-major, -1 of matrices
+    # without elements; () if state is placed like the parameter. None: of all parameters
+    matrix_owners: list[tuple[int, ...]] | None = None
     # Index of a parameter -> placements of its gradient, where other than the parameter's. The only
     # field that changes: a `Store` adds gradients found later. A new `Store` of the plan must know
     # them: a rank whose gradient is missing takes part in the redistribution all the same.
@@ -255,6 +258,7 @@ class Planner:
             on_several_ranks(buckets, layouts),
             cost_model_key=cost_model.key,
             state_rows=self._state_rows(buckets, params),
+            matrix_owners=self._matrix_owners(buckets, layouts) if rule.state else None,
             mismatched=mismatched_placements(params),
             splits=splits,
             group_of=tuple(group_of),
@@ -277,6 +281,7 @@ class Planner:
             gain_side_by_side,
             # With overlap_backward every bucket has a buffer of its own: extra bytes count for each
             rank_bytes=None if self.options.overlap_backward else rank_bytes,
+            state_at_owners=self.options.state_at_owners,
         )
 
     def _state_rows(
@@ -296,6 +301,24 @@ class Planner:
             for i, p in enumerate(params)
         ]
         return state_rows if self._plain_route() in OWNER_STATE_ROUTES else None
+
+    def _matrix_owners(
+        self, buckets: Sequence[Bucket], layouts: Sequence[Layout]
+    ) -> list[tuple[int, ...]] | None:
+        """Return `Plan.matrix_owners` of a Muon group."""
+        if not self.options.state_at_owners:
+            return None
+        owner_of = {
+            (m.param, m.at, m.unit): owner
+            for b in buckets
+            for m, owner in zip(b.matrices, b.owners)
+        }
+        return [
+            ()
+            if layout.plain
+            else tuple(owner_of.get((i, *number), -1) for number in layout.matrices)
+            for i, layout in enumerate(layouts)
+        ]
 
     def _plain_route(self) -> str:
         """Return the route of plain parameters on several ranks, see [Note: routes]."""

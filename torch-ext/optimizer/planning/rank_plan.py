@@ -261,7 +261,9 @@ def _wide_pieces(
     `of_matrices`.
     """
     state = [
-        p for key, of_key in state_layouts.items() for p in _pieces_at(bucket, rank, of_key, key)
+        p
+        for key, of_key in state_layouts.items()
+        for p in _state_pieces_at(bucket, rank, of_key, key, inputs)
     ]
     weights = []
     if inputs.weight:
@@ -425,6 +427,31 @@ def _pieces_at(bucket: Bucket, rank: int, layouts: Sequence[Layout], kind: str) 
             )
             for box, start in layout.unit_boxes(storing, matrix.unit):
                 yield Piece(kind, matrix, box, storing, owner, is_source, start)
+
+
+def _state_pieces_at(
+    bucket: Bucket, rank: int, layouts: Sequence[Layout], kind: str, inputs: PlanInputs
+) -> Iterator[Piece]:
+    """Yield the pieces of state that `rank` stores or owns: of a matrix whose owner stores the
+    state, all of it.
+    """
+    at_owners = [m for m in bucket.matrices if inputs.owner_stores(layouts[m.param])]
+    if not at_owners:
+        yield from _pieces_at(bucket, rank, layouts, kind)
+        return
+    for p in _pieces_at(bucket, rank, layouts, kind):
+        if not inputs.owner_stores(layouts[p.matrix.param]):
+            yield p
+    owner_of = dict(zip(bucket.matrices, bucket.owners))
+    for m in at_owners:
+        if owner_of[m] == rank:
+            R, C = layouts[m.param].unit_shapes[m.unit]
+            yield Piece(kind, m, ((0, R), (0, C)), rank, rank, True)
+
+
+def has_plain(matrices: Iterable[Matrix], layouts: Sequence[Layout]) -> bool:
+    """Whether any of `matrices` is of a plain parameter, whose state every rank has."""
+    return any(layouts[m.param].plain for m in matrices)
 
 
 def sent_piece(p: Piece, name: str, per: str) -> Piece:

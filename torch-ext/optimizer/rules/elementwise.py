@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..kernels.elementwise.weight_update import CAUTIOUS, RATE, TO_INITIAL
-from ..kernels.quantized.adamw import wide_momenta
 from ..kernels.quantized.blocks import BLOCK, is_quantized
 from ..kernels.weights.split import join_into, split_into
 from .decay import DECOUPLED, INITIAL_KEY, form_of, rate_of
@@ -167,12 +166,12 @@ def averages_of(group: Mapping[str, Any], param: torch.Tensor) -> tuple[str, ...
     return rule.quantized if is_8bit(group, param) else rule.averages
 
 
-def wide_averages(averages: Sequence[Tensors]) -> Tensors:
-    """Return the first averages of parameters, in fp32 if they are in 8 bits. `averages`: lists of
-    the state of `averages_of`.
+def first_average(states: Sequence[Tensors]) -> tuple[Tensors, Tensors]:
+    """Return (first averages of parameters, their scales in 8 bits, else ()). `states`: lists of
+    the state of `averages_of`, or more.
     """
-    first = averages[0]
-    return wide_momenta(first, averages[2]) if first and is_quantized(first[0].dtype) else first
+    first = states[0]
+    return (first, states[2]) if first and is_quantized(first[0].dtype) else (first, ())
 
 
 def state_keys_of(group: Mapping[str, Any], param: torch.Tensor) -> tuple[str, ...]:

@@ -81,6 +81,9 @@ from .muon import (
 
 PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
 SCALE_KEY = "momentum_scale"  # state of 8-bit momentum, beside the numbers: a scale for each block
+# Entry beside state at owners (`state_at_owners`): the owner of each matrix of the parameter, int64
+# on the CPU, in no state dict
+OWNERS_KEY = "matrix_owners"
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class State:
 
     `per`: which part of an (R, C) matrix a number belongs to: "element" (R, C), "row" (R, 1),
     "column" (1, C) or "matrix" (1, 1). `dtype`: as stored, fp32 or bf16; phases see fp32. State per
-    element is sent to the owner and back in fp32 in every step: 8 bytes of traffic per element.
+    element is sent to the owner and back in fp32 in every step, 8 bytes of traffic per element,
+    unless owners store it (`state_at_owners`).
     """
 
     key: str
@@ -311,7 +315,7 @@ QUANTIZED_KEYS = "exp_avg_8bit", "exp_avg_sq_8bit", "exp_avg_scale", "exp_avg_sq
 # parameter
 BASE_KEYS = frozenset(("momentum_buffer", SCALE_KEY, "second_moment", *WIDE_KEYS, *QUANTIZED_KEYS))
 # Kinds of pieces in planning/rank_plan.py, and keys of AdamW and of checkpoints
-RESERVED_KEYS = ("matrix", "weight", "chunk", "step", "param", "params")
+RESERVED_KEYS = ("matrix", "weight", "chunk", "step", "param", "params", OWNERS_KEY)
 
 
 def rule_name(rule: type[Rule]) -> str:

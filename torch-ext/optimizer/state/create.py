@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from ..communication.matrix_owners import state as at_owners
 from ..communication.owner_state import move_to_owners
 from ..communication.redistribute import place_like
 from ..kernels.backend import capturing
@@ -166,6 +167,9 @@ def check_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
         for number, p in enumerate(plan.params):
             by_rows = plan.state_rows is not None
             held = state.get(p, {})
+            layouts = {key: of_key[number] for key, of_key in plan.state_layouts.items()}
+            owners = plan.matrix_owners[number] if plan.matrix_owners is not None else ()
+            at_owners.check(held, layouts, owners, plan.names[number])
             _check_shapes(held, p, plan.names[number], plan.split(number), by_rows)
             # Also SGD's and sign's, which have the keys of matrices
             for key in {"momentum_buffer", SUM_KEY}.intersection(state_keys(plan.group)):
@@ -189,6 +193,8 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
             with errors.during("the move of state to new owners"):
                 move_to_owners(state, members, wanted, plan.process_group, offloads)
             group_rank = dist.get_group_rank(plan.process_group, this_rank())
+        if plan.matrix_owners is not None:
+            _bring_to_owners(plan, state)
         for i, p in enumerate(plan.params):
             if plan.state_rows is None:
                 _move_to_param(state[p], p)
@@ -198,6 +204,26 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
             dtype = group_state_dtype(plan.group, options.state_dtype)
             keys = keys_of(plan.group, p, dtype)
             create_state(state[p], p, keys, dtype, plan.split(i), rows, offloads)
+
+
+def _bring_to_owners(plan: Plan, state: dict) -> None:
+    """Move state that rules read at owners to the owners of the plan, and create missing state
+    there. Collective.
+    """
+    kept = [
+        (at_owners.StateOf(p, plan.names[i], key, of_key[i], plan.split(i)), plan.matrix_owners[i])
+        for i, p in enumerate(plan.params)
+        for key, of_key in plan.state_layouts.items()
+        if plan.matrix_owners[i]
+    ]
+    for of, _ in kept:
+        _move_to_param(state[of.param], of.param)
+    with errors.during("the move of state to the owners of matrices"):
+        at_owners.move(state, [of for of, _ in kept], {of.param: owners for of, owners in kept})
+    for of, owners in kept:
+        if of.key not in state[of.param]:
+            dtype = STATES[of.key].dtype
+            state[of.param][of.key] = at_owners.zeros_at_owner(of, owners, dtype)
 
 
 def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_rows: bool) -> None:
@@ -259,11 +285,15 @@ def _make_contiguous(state: dict) -> None:
 
 
 def _row_entries(state: dict) -> list[tuple[str, torch.Tensor]]:
-    """Return [(key, tensor)] of the state with rows of the parameter (all but step counts)."""
+    """Return [(key, tensor)] of the state with rows of the parameter: all but step counts, and
+    state at the owners of matrices.
+    """
     return [
         (key, value)
         for key, value in state.items()
-        if isinstance(value, torch.Tensor) and key in row_sharded_keys()
+        if isinstance(value, torch.Tensor)
+        and key in row_sharded_keys()
+        and not at_owners.is_at_owners(state, key)
     ]
 
 

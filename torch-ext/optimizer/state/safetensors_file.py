@@ -19,6 +19,7 @@ import stat
 import torch
 
 from ..kernels.quantized.blocks import DTYPE as QUANTIZED
+from ..params.checks.saved_function import with_function, without_function
 from ..params.dtensor import is_dtensor
 from ..params.errors import given_names, in_group, shortened
 from ..params.param_groups import clean_names
@@ -34,10 +35,8 @@ from .state_dict import (
     check_same_rule,
     check_state,
     options_of,
-    with_function,
     with_momentum_steps,
     with_saved_rule,
-    without_function,
 )
 
 FORMAT, VERSION = "optimizer-state", "1"

@@ -17,6 +17,7 @@ import torch
 
 from ..communication.redistribute import place_like
 from ..kernels.quantized.blocks import is_quantized
+from ..params.checks.saved_function import has_function, with_function
 from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
@@ -28,6 +29,7 @@ from ..rules.decay import INITIAL_KEY
 from ..rules.elementwise import DEFAULT, DTYPE_KEY, elementwise_of, is_8bit
 from ..rules.muon import REST_KEY, SETTLED, STEPS_KEY, SUM_KEY
 from ..rules.rule import (
+    OWNERS_KEY,
     QUANTIZED_KEYS,
     SCALE_KEY,
     WIDE_KEYS,
@@ -41,7 +43,7 @@ from .momentum.averages import check_dtype, check_step_count, loaded_keys, narro
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
-from .weights.split import check_rest, warn_of_rests
+from .weights.split import check_place, check_rest, warn_of_rests
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
@@ -51,7 +53,6 @@ ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
 SPLITS = "split", "transposed", DTYPE_KEY  # missing from groups to which they were not given
 LABELS = ("param_names", "name", *SPLITS)
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
-FUNCTION = "function"  # in a state dict, in place of a function as adjust_lr_fn
 
 
 def called_by_checkpoint() -> bool:
@@ -83,39 +84,6 @@ def without_splits(state_dict: dict) -> dict:
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "param_groups": groups}
-
-
-def without_function(group: dict) -> dict:
-    """Return a group with FUNCTION in place of a function as adjust_lr_fn: torch.save cannot write
-    a lambda, and torch.load would have to import the function.
-    """
-    return {**group, "adjust_lr_fn": FUNCTION} if callable(group.get("adjust_lr_fn")) else group
-
-
-def without_functions(state_dict: dict) -> dict:
-    """Return `state_dict` with `without_function` of each group."""
-    return {**state_dict, "param_groups": list(map(without_function, state_dict["param_groups"]))}
-
-
-def has_function(saved: dict) -> bool:
-    """Return whether the options `saved` of a group hold FUNCTION as adjust_lr_fn."""
-    scale = saved.get("adjust_lr_fn")
-    return isinstance(scale, str) and scale == FUNCTION
-
-
-def with_function(number: int, saved: dict, own: dict) -> dict:
-    """Return the options `saved` with the function of the own group `number` in place of FUNCTION.
-    Raises ValueError if the own group, one of Muon, has none.
-    """
-    if not has_function(saved):
-        return saved
-    if own["use_muon"] and not callable(own["adjust_lr_fn"]):
-        raise ValueError(
-            f"parameter group {number} was saved with a function as adjust_lr_fn, which no "
-            f"checkpoint holds, but has adjust_lr_fn={own['adjust_lr_fn']!r} here: pass the "
-            "function to the optimizer, or set adjust_lr_fn in the group of the state dict"
-        )
-    return {**saved, "adjust_lr_fn": own["adjust_lr_fn"]}
 
 
 class Loading:
@@ -444,6 +412,7 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
         _check_options(number, group, saved)
         _check_kind(number, group, saved)
         rule = with_saved_rule(group, saved)
+        check_place(number, rule, options[number])
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
                 members.append((param, rule, name_of(group, i), loaded["state"][key]))
@@ -500,7 +469,7 @@ def _foreign_entries(state: object) -> dict:
     keeps.
     """
     # max_exp_avg_sq: of torch's AdamW with amsgrad
-    known = (*all_state_keys(), "max_exp_avg_sq")
+    known = (*all_state_keys(), "max_exp_avg_sq", OWNERS_KEY)
     return {key: value for key, value in state.items() if key not in known}
 
 

@@ -1,6 +1,7 @@
-"""Host memory of offloaded state: one flat allocation, pinned for a GPU, with a view of each state.
+"""Host memory of offloaded state: blocks, each one flat allocation, pinned for a GPU, with a view
+of each state.
 
-One allocation lets neighbouring state be copied at once: the copies of a launch take few calls.
+Neighbouring state of a block is copied at once: the copies of a launch take few calls.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import mmap
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -44,6 +45,7 @@ class HostMemory:
             for start, nbytes, whole in zip(self.starts, sizes, padded)
             if nbytes
         }
+        self.whole_places = dict(zip(self.starts, sizes))  # start -> bytes
         self.nbytes = self.starts[-1]
         self.flat = _host_bytes(self.nbytes, device, self)
         self.address = self.flat.data_ptr()
@@ -64,6 +66,11 @@ class HostMemory:
         is_inside = 0 <= tensor.data_ptr() - self.address < self.nbytes
         return tensor.device.type == "cpu" and tensor.numel() > 0 and is_inside
 
+    def is_place(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the memory has the bytes of one state, and no others."""
+        start = self.offset_of(tensor)
+        return self.whole_places.get(start) == tensor.nbytes and is_dense(tensor)
+
     def ranges_of(self, views: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
         """The ranges (start, stop) of bytes of dense views, ascending; adjacent ones are one."""
         spans = []
@@ -79,6 +86,41 @@ class HostMemory:
             else:
                 ranges.append((start, stop))
         return ranges
+
+
+Range = tuple[HostMemory, int, int]  # (block, first byte, end)
+
+
+class HostBlocks:
+    """All host memory of an optimizer: the block of the first step, and further blocks for states
+    that come later. A state stays where it is.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[HostMemory] = []
+
+    def add(self, sizes: Sequence[int], device: torch.device) -> HostMemory:
+        """Take a further block; arguments and errors as of `HostMemory`."""
+        self.blocks.append(HostMemory(sizes, device))
+        return self.blocks[-1]
+
+    def block_of(self, tensor: torch.Tensor) -> HostMemory | None:
+        """The block that a tensor is a view of; None if there is none."""
+        return next((block for block in self.blocks if block.holds(tensor)), None)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of a block."""
+        return self.block_of(tensor) is not None
+
+    def ranges_of(self, views: Sequence[torch.Tensor]) -> list[Range]:
+        """The ranges of dense views, by block; adjacent ones are one."""
+        by_block = [(block, list(filter(block.holds, views))) for block in self.blocks]
+        return [(block, *span) for block, some in by_block for span in block.ranges_of(some)]
+
+    def drop_others(self, tensors: Iterable[torch.Tensor], blocks: Iterable[HostMemory]) -> None:
+        """Drop blocks that hold none of `tensors`, and are none of `blocks`."""
+        found = {id(self.block_of(tensor)) for tensor in tensors} | set(map(id, blocks))
+        self.blocks = [block for block in self.blocks if id(block) in found]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -38,17 +38,18 @@ class Offload(StatePlace):
     """The host memory of an optimizer's state, and the transfers of the bound step."""
 
     def __init__(self, options: MuonConfig) -> None:
-        self.host = HostState(options.offload_state)
+        self.host = HostState(options)
         self.scheduler: Scheduler | None = None  # of the last bound step
+        self.streams: dict = {}  # name -> CUDA stream, of all bound steps
 
-    def pack(self, plans: Sequence[Plan], state: dict, device: torch.device) -> None:
+    def pack(self, plans: Sequence[Plan], state: dict, groups: Sequence[dict]) -> None:
         """Move state to host memory, see `HostState.pack`."""
-        self.host.pack(plans, state, device)
+        self.host.pack(plans, state, groups)
 
     def begin(self, device: torch.device) -> None:
         """Begin to bind a step: its parts are fetched into new slots."""
-        slots = slots_for(self.host.memory.nbytes)
-        self.scheduler = Scheduler(streams_for(device), device, *slots)
+        slots = slots_for(self.host.step_bytes)
+        self.scheduler = Scheduler(streams_for(device, self.streams), device, *slots)
 
     def store(self, plan: Plan, state: dict, inputs: PlanInputViews) -> OffloadStore:
         """Return the store of a plan."""
@@ -68,13 +69,17 @@ class Offload(StatePlace):
         return Transfers(self.scheduler, stores)
 
     def prefetch(self) -> None:
-        """Begin to fetch the first parts of a step. State must not change until the step."""
+        """Begin to fetch the first parts of a step. State must not change until the step. Raises
+        RuntimeError inside a CUDA graph.
+        """
         if self.scheduler is not None:
+            _refuse_capture(self.scheduler.device)
             self.scheduler.prefetch()
 
     def wait(self) -> None:
         """Let the host wait until host memory holds the state of the last step."""
-        if self.scheduler is not None:
+        # Whoever captures a graph has synchronized before, and must not now
+        if self.scheduler is not None and not capturing(self.scheduler.device):
             self.scheduler.wait()
 
     def drop(self) -> None:
@@ -84,12 +89,21 @@ class Offload(StatePlace):
 
     def holds(self, local: torch.Tensor) -> bool:
         """See `StatePlace`."""
-        return self.host.memory is not None and self.host.memory.holds(local)
+        return self.host.memory.holds(local)
 
     def slots(self) -> list[torch.Tensor]:
         """See `StatePlace`."""
         slots = [] if self.scheduler is None else self.scheduler.slots
         return [slot.memory for slot in slots]
+
+
+def _refuse_capture(device: torch.device) -> None:
+    """Raise RuntimeError inside a CUDA graph."""
+    if capturing(device):
+        raise RuntimeError(
+            "offload_state inside a CUDA graph of your own: state is copied by streams outside "
+            "of the graph. Call step() outside of the graph, or leave offload_state out"
+        )
 
 
 class Transfers(StepHook):
@@ -106,11 +120,9 @@ class Transfers(StepHook):
 
     def before_buckets(self, found_inf: torch.Tensor | float | None) -> None:
         """Fetch the first parts. Raises RuntimeError inside a CUDA graph."""
-        if capturing(self.scheduler.device):
-            raise RuntimeError(
-                "offload_state inside a CUDA graph of your own: state is copied by streams outside "
-                "of the graph. Call step() outside of the graph, or leave offload_state out"
-            )
+        _refuse_capture(self.scheduler.device)
+        for bucket in self.scheduler.buckets:
+            bucket.begin_step()
         self._wait_if_missing()
         self.scheduler.prefetch()
 

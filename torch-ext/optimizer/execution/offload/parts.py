@@ -19,7 +19,7 @@ from ...planning.planner import Plan
 from ...planning.rank_plan import Piece
 from ...state.create import outside_inference_mode
 from ..param_store import PlanInputViews, Store
-from .memory import ALIGNMENT, HostMemory
+from .memory import ALIGNMENT, HostBlocks
 from .scheduler import Part, Scheduler
 
 Launch = Callable[..., None]
@@ -33,7 +33,7 @@ class OffloadStore(Store):
         plan: Plan,
         state: dict,
         inputs: PlanInputViews,
-        memory: HostMemory,
+        memory: HostBlocks,
         scheduler: Scheduler,
     ) -> None:
         self.memory = memory
@@ -111,7 +111,7 @@ class InParts:
                 self._rehearse(number, arguments)
             else:
                 launch = functools.partial(self._bind(number), *arguments)
-                self.scheduler.run(part, launch)
+                self.scheduler.run(part, launch, self.parts[number + 1 :])
 
     def _rehearse(self, number: int, arguments: tuple) -> None:
         """Launch a part in a dry run, which compiles kernels only."""

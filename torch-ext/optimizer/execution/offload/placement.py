@@ -6,19 +6,21 @@ per row, column or matrix, and step counts, stay on the device: together a small
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from ...params.config import MuonConfig
 from ...params.dtensor import is_dtensor, local_of, with_local
 from ...params.layout import this_rank
 from ...params.units import Split
+from ...params.validation import device_of
 from ...planning.planner import Plan
 from ...planning.rank_plan import Piece
-from ...rules.rule import is_offloaded, state_keys
-from .memory import HostMemory, is_dense
+from ...rules.rule import group_state_dtype, is_offloaded, state_device_and_dtype, state_keys
+from .memory import HostBlocks, HostMemory, is_dense
 
 Strides = tuple[int, ...]
 
@@ -38,75 +40,161 @@ class KeptBytes:
         return True
 
 
+StateId = tuple[int, str]  # (id of a parameter, key of its state)
+
+
+class Residents:
+    """Which states stay on the device. A state is asked about once: parameters of later steps do
+    not drive it out.
+    """
+
+    def __init__(self, offload_state: bool | int) -> None:
+        self.bytes = KeptBytes(offload_state)
+        self.known: dict[StateId, tuple[int, bool]] = {}  # (bytes, whether it stays)
+
+    def has(self, state: StateId, nbytes: int) -> bool:
+        """Whether a state of `nbytes` stays on the device."""
+        if self.known.get(state, (None,))[0] != nbytes:
+            self._forget(state)
+            self.known[state] = nbytes, self.bytes.keeps(nbytes)
+        return self.known[state][1]
+
+    def forget_all_but(self, params: Collection[int]) -> None:
+        """Forget parameters whose ids are not in `params`."""
+        for state in [one for one in self.known if one[0] not in params]:
+            self._forget(state)
+
+    def _forget(self, state: StateId) -> None:
+        """Forget a state; its bytes are free for others."""
+        nbytes, stays = self.known.pop(state, (0, False))
+        self.bytes.left += nbytes if stays else 0
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A state of a parameter that host memory has a place for."""
+    """A state of a parameter that belongs into host memory."""
 
     param: torch.Tensor
     key: str
-    strides: Strides  # of the place
+    local: torch.Tensor
+    strides: Strides  # in host memory
     order: tuple  # sort key: neighbours are launched together
 
-    def form(self, state: Mapping) -> tuple:
-        """(shape, strides, dtype) of the place."""
-        local = local_of(state[self.param][self.key])
-        return tuple(local.shape), self.strides, local.dtype
+    @property
+    def id(self) -> StateId:
+        """The parameter and the key."""
+        return id(self.param), self.key
 
 
 class HostState:
-    """The host memory of an optimizer's state."""
+    """The host memory of an optimizer's state.
 
-    def __init__(self, offload_state: bool | int) -> None:
-        self.offload_state = offload_state
-        self.memory: HostMemory | None = None
-        self.forms: list[tuple] = []  # of the places in `memory`
+    [Note: a place for each state]
+    A state gets a place in host memory when its parameter is stepped first, and stays there: steps
+    of other parameters copy nothing. A state that lies elsewhere, as after `load_state_dict`, gets
+    a new place: the one before may be part of a state dict that somebody keeps. The first block has
+    room for the state of parameters that have no gradient yet, too.
+    """
 
-    def pack(self, plans: Sequence[Plan], state: dict, device: torch.device) -> None:
+    def __init__(self, options: MuonConfig) -> None:
+        self.options = options
+        self.memory = HostBlocks()
+        self.step_bytes = 0  # of the states in host memory that the bound step reads
+        # Places that no state has had yet: (block, number in it, bytes)
+        self.unused: dict[StateId, tuple[HostMemory, int, int]] = {}
+
+    @functools.cached_property
+    def residents(self) -> Residents:
+        """Which states stay on the device. Made late: options are checked after the constructor."""
+        return Residents(self.options.offload_state)
+
+    def pack(self, plans: Sequence[Plan], state: dict, groups: Sequence[dict]) -> None:
         """Put all state of `plans` where it belongs, and views of host memory in place of entries
-        of `state`. No communication. The host must have waited for copies of the last step.
+        of `state`. `groups`: all parameter groups. No communication. The host must have waited for
+        copies of the last step.
         """
+        self._forget_others({id(p) for group in groups for p in group["params"]})
+        device = device_of(groups)
         entries = sorted(self._entries(plans, state, device), key=lambda entry: entry.order)
-        forms = [entry.form(state) for entry in entries]
-        places = self._places(forms)
-        held = [local_of(state[entry.param][entry.key]) for entry in entries]
-        if not places or not all(map(_is_at, held, places)):
-            # [Note: new memory for new state]
-            # Never a copy into memory that is in use: a place of it may be the state of a parameter
-            # that is in no plan now, or part of a state dict that somebody keeps
-            sizes = [math.prod(shape) * dtype.itemsize for shape, _, dtype in forms]
-            # State in the memory of before keeps that memory alive until it is copied
-            self.memory, self.forms = HostMemory(sizes, device), forms
-            places = self._places(forms)
-            for entry, local, place in zip(entries, held, places):
-                place.copy_(local)
-                _replace(state, entry.param, entry.key, place)
+        self.step_bytes = sum(entry.local.nbytes for entry in entries)
+        moved = self._elsewhere(entries)
+        new = {one.id: one.local.nbytes for one in moved if not self._has_room(one)}
+        if new:
+            new |= self._later(plans, state, groups)
+            block = self.memory.add(list(new.values()), device)
+            for number, (one, nbytes) in enumerate(new.items()):
+                self.unused[one] = block, number, nbytes
+        for entry in moved:
+            block, number, _ = self.unused.pop(entry.id)
+            shape, dtype = entry.local.shape, entry.local.dtype
+            place = block.view(number, shape, entry.strides, dtype)
+            place.copy_(entry.local)
+            _replace(state, entry.param, entry.key, place)
+        held = [local_of(t) for of in state.values() for t in _tensors(of)]
+        self.memory.drop_others(held, [block for block, _, _ in self.unused.values()])
 
-    def _places(self, forms: Sequence[tuple]) -> list[torch.Tensor]:
-        """A view of the memory for each of `forms`; [] if the memory has other places."""
-        if forms != self.forms:
-            return []
-        return [self.memory.view(number, *form) for number, form in enumerate(forms)]
+    def _forget_others(self, params: Collection[int]) -> None:
+        """Forget parameters whose ids are not in `params`."""
+        self.residents.forget_all_but(params)
+        self.unused = {one: at for one, at in self.unused.items() if one[0] in params}
+
+    def _elsewhere(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The entries without a place of their own."""
+        found, taken = [], set()
+        for entry in entries:
+            local = entry.local
+            block = self.memory.block_of(local)
+            has_place = block is not None and block.is_place(local)
+            if not has_place or local.stride() != entry.strides or local.data_ptr() in taken:
+                found.append(entry)
+            taken.add(local.data_ptr())
+        return found
+
+    def _has_room(self, entry: Entry) -> bool:
+        """Whether a place waits for an entry."""
+        return self.unused.get(entry.id, (None, 0, -1))[2] == entry.local.nbytes
+
+    def _later(
+        self, plans: Sequence[Plan], state: dict, groups: Sequence[dict]
+    ) -> dict[StateId, int]:
+        """{state: bytes} of parameters that may be stepped later and have no place: plain ones, for
+        which a gradient decides.
+        """
+        planned = {id(p) for plan in plans for p in plan.params}
+        found = {}
+        for group, param in ((g, p) for g in groups for p in g["params"]):
+            if id(param) in planned or not param.requires_grad or is_dtensor(param):
+                continue
+            dtype = group_state_dtype(group, self.options.state_dtype)
+            for key in filter(is_offloaded, state_keys(group)):
+                one, held = (id(param), key), state.get(param, {}).get(key)
+                nbytes = param.numel() * state_device_and_dtype(key, param, dtype)[1].itemsize
+                has_place = one in self.unused or held is not None and self.memory.holds(held)
+                if nbytes and not has_place and not self.residents.has(one, nbytes):
+                    found[one] = nbytes
+        return found
 
     def _entries(self, plans: Sequence[Plan], state: dict, device: torch.device) -> Iterator[Entry]:
         """Yield a state that goes to host memory; move all others to the device."""
-        kept = KeptBytes(self.offload_state)
         pieces = [_pieces_by_param(plan) for plan in plans]
         for at, plan, i, key_number, key in _states(plans):
             param = plan.params[i]
             local = local_of(state[param][key])
             position, of_param = pieces[at].get(i, (i, []))
             strides = None
-            if local.numel() and not kept.keeps(local.nbytes):
-                strides = _dense_strides(plan, i, key, local, of_param)
+            if local.numel() and not self.residents.has((id(param), key), local.nbytes):
+                first = local.stride() if self.memory.holds(local) else None
+                strides = _dense_strides(plan, i, key, local, of_param, first)
             if strides is not None:
-                yield Entry(param, key, strides, (at, key_number, position, i))
+                yield Entry(param, key, local, strides, (at, key_number, position, i))
             elif local.device != device:
                 _replace(state, param, key, local.to(device))
 
 
-def _is_at(local: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether a state lies in a place."""
-    return local.data_ptr() == place.data_ptr() and local.stride() == place.stride()
+def _tensors(entries: object) -> list[torch.Tensor]:
+    """The tensors in the state of a parameter."""
+    values = entries.values() if isinstance(entries, dict) else ()
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _states(plans: Sequence[Plan]) -> Iterator[tuple[int, Plan, int, int, str]]:
@@ -143,10 +231,15 @@ def _pieces_by_param(plan: Plan) -> dict[int, tuple[int, list[Piece]]]:
 
 
 def _dense_strides(
-    plan: Plan, number: int, key: str, local: torch.Tensor, pieces: Sequence[Piece]
+    plan: Plan,
+    number: int,
+    key: str,
+    local: torch.Tensor,
+    pieces: Sequence[Piece],
+    first: Strides | None = None,
 ) -> Strides | None:
     """Strides of a state in host memory with which each piece is dense, so that it is one range of
-    bytes; None if there are none: blocks of rows and of columns at once.
+    bytes; None if there are none: blocks of rows and of columns at once. `first`: are tried first.
     """
     weight = local_of(plan.params[number])
     split = plan.split(number)
@@ -154,7 +247,7 @@ def _dense_strides(
     is_alike = weight.shape == local.shape and is_dense(weight)
     if is_alike and split.view != "flatten":
         natural = weight.stride()
-    found = [natural]
+    found = [natural] if first is None else [first, natural]
     # 8-bit momentum is read by blocks of columns
     if split.view != "flatten" and local.ndim > 1 and local.is_floating_point():
         found += _strides_of_matrices(local.shape, split)

@@ -4,6 +4,13 @@ A launch that reads or writes offloaded state is cut into parts. A `Part` is fet
 on the device, computed, and written back if the launch writes it. `Scheduler.run` does all three
 for one part, and fetches the next parts ahead, in the order of the last step.
 
+[Note: launches beside Newton-Schulz]
+Momentum is needed for U only, and Newton-Schulz needs no state. So `packing` puts the launches that
+write U of the next bucket, and AdamW, on the stream PACK: their transfers go on while matrices are
+multiplied. In the waits below it is the stream of these launches. It waits for all that the
+caller's stream has been given, which includes the last reader of the memory that U is written to;
+the reader of U, and the end of the step, wait for it.
+
 [Note: waits of offloaded state]
 Four waits order the three streams, and two more the host:
 
@@ -17,13 +24,15 @@ Four waits order the three streams, and two more the host:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from ...state.create import outside_inference_mode
-from .memory import ALIGNMENT, HostMemory
-from .streams import COMPUTE, INWARD, OUTWARD, CopyStreams, NoStreams
+from .memory import ALIGNMENT, HostBlocks, HostMemory
+from .streams import COMPUTE, INWARD, OUTWARD, PACK, CopyStreams, NoStreams
 
 # One part is computed, one is fetched, one is written back. Further slots are filled while matrices
 # are multiplied, which uses no state
@@ -49,7 +58,7 @@ class Part:
     """State that one launch reads or writes, in ranges of host memory and in a slot."""
 
     def __init__(
-        self, memory: HostMemory, views: Sequence[torch.Tensor], writes: bool = True
+        self, memory: HostBlocks, views: Sequence[torch.Tensor], writes: bool = True
     ) -> None:
         """`views`: dense views of `memory`. `writes`: whether the launch changes the state."""
         self.memory = memory
@@ -58,7 +67,7 @@ class Part:
         self.slot: Slot | None = None
         self.offsets: list[int] = []  # of each range in the slot, in bytes
         self.nbytes = 0
-        for start, stop in self.ranges:
+        for _, start, stop in self.ranges:
             # Elements keep their alignment, on which the accesses of kernels depend
             self.nbytes += -self.nbytes % ALIGNMENT + start % ALIGNMENT
             self.offsets.append(self.nbytes)
@@ -68,24 +77,33 @@ class Part:
         """Give the part its slot, at fixed addresses; None: take it away."""
         self.slot = slot
         self.copies = []  # (memory in the slot, host memory)
-        for offset, (start, stop) in zip(self.offsets, self.ranges if slot is not None else ()):
+        ranges = self.ranges if slot is not None else ()
+        for offset, (block, start, stop) in zip(self.offsets, ranges):
             place = slot.memory[offset : offset + stop - start]
-            self.copies.append((place, self.memory.flat[start:stop]))
+            self.copies.append((place, block.flat[start:stop]))
 
     def on_device(self, view: torch.Tensor) -> torch.Tensor:
         """The counterpart in the slot of one of the views, or of a view inside of one."""
-        start = self.memory.offset_of(view)
-        first, stop = next((a, b) for a, b in self.ranges if a <= start < b)
-        offset = self.offsets[self.ranges.index((first, stop))]
-        place = self.slot.memory[offset + start - first : offset + stop - first]
+        number, block, first, stop = next(
+            (number, *span) for number, span in enumerate(self.ranges) if _is_in(view, *span)
+        )
+        offset = self.offsets[number] - first
+        place = self.slot.memory[offset + block.offset_of(view) : offset + stop]
         nbytes = place.numel() // view.itemsize * view.itemsize
         return place[:nbytes].view(view.dtype).as_strided(view.shape, view.stride())
 
     def overlaps(self, other: Part) -> bool:
         """Whether two parts share host memory."""
-        return self.memory is other.memory and any(
-            a < d and c < b for a, b in self.ranges for c, d in other.ranges
+        return any(
+            one is two and a < d and c < b
+            for one, a, b in self.ranges
+            for two, c, d in other.ranges
         )
+
+
+def _is_in(view: torch.Tensor, block: HostMemory, start: int, stop: int) -> bool:
+    """Whether a view begins in a range of a block."""
+    return start <= block.offset_of(view) < stop
 
 
 class Scheduler:
@@ -106,6 +124,10 @@ class Scheduler:
         self.slots: list[Slot] = []
         self.written = streams.event("written")  # after the last write-back
         self.read: object = streams.event("fetched")  # after the last fetch
+        self.given = streams.event("given")  # after what the caller's stream was given
+        self.packed = streams.event("packed")  # after the last launch of `packing`
+        # Updates whose U is written a bucket ahead, in the order of a step. Weak: they hold this
+        self.bucket_refs: list[weakref.ref] = []
         self.order: list[Part] = []  # of the last step
         self.done: list[Part] = []  # parts of this step, in order
         self.ahead = 0  # number of parts of `order` that are fetched, or are past
@@ -135,21 +157,63 @@ class Scheduler:
         """Give `part` a slot for launches that are only compiled."""
         part.place_in(self._slot(0))
 
-    def run(self, part: Part, launch: Callable[[], None]) -> None:
-        """Have `part` on the device, call `launch` on the current stream, and write back."""
+    def run(self, part: Part, launch: Callable[[], None], following: Sequence[Part] = ()) -> None:
+        """Have `part` on the device, call `launch` on the current stream, and write back.
+        `following`: parts that run next.
+        """
         slot, streams = part.slot, self.streams
         if slot.holds is not part:
             self._fetch(part)
         streams.wait(COMPUTE, slot.fetched)
         slot.holds = None
-        launch()
-        streams.record(slot.used, COMPUTE)
-        slot.was_written = part.writes
+        # If the launch raises, some of its kernels may use the slot
+        slot.was_written = False
+        try:
+            launch()
+        finally:
+            streams.record(slot.used, COMPUTE)
         if part.writes:
             self._write_back(part)
+            slot.was_written = True
         self.done.append(part)
         self.ahead = max(self.ahead, len(self.done))
-        self.prefetch()
+        if self.order:
+            self.prefetch()
+        else:
+            self._fetch_next(following)
+
+    @contextlib.contextmanager
+    def packing(self, packed: object) -> Iterator[None]:
+        """Context manager whose launches run on the stream PACK, see [Note: launches beside
+        Newton-Schulz]. `packed`: event, recorded at the end; who reads what was written waits.
+        """
+        streams = self.streams
+        streams.record(self.given, COMPUTE)
+        streams.wait(PACK, self.given)
+        try:
+            with streams.on_pack_stream():
+                yield
+        finally:
+            streams.record(packed, PACK)
+            streams.record(self.packed, PACK)
+
+    @property
+    def buckets(self) -> list:
+        """The updates of `bucket_refs`."""
+        return [bucket for ref in self.bucket_refs if (bucket := ref()) is not None]
+
+    def wait_for(self, packed: object) -> None:
+        """Let the current stream wait for an event of `packing`."""
+        self.streams.wait(COMPUTE, packed)
+
+    def _fetch_next(self, parts: Sequence[Part]) -> None:
+        """Fetch the next parts of a launch, in a step without a known order."""
+        for part in parts[: self.slot_count]:
+            self.place(part)
+            if part.slot.holds is None:
+                self._fetch(part)
+            elif part.slot.holds is not part:
+                return
 
     def prefetch(self) -> None:
         """Fetch the next parts into slots that are free, if the order of the last step is known.
@@ -186,7 +250,10 @@ class Scheduler:
                 slot.holds = None
 
     def end_step(self) -> None:
-        """Forget what is fetched, since state may change between steps; keep the order."""
+        """Let the current stream wait for launches of `packing`. Forget what is fetched, since
+        state may change between steps; keep the order.
+        """
+        self.streams.wait(COMPUTE, self.packed)
         self.order, self.done, self.ahead = self.done, [], 0
         for slot in self.slots:
             slot.holds = None

@@ -2,16 +2,18 @@
 
 `CopyStreams` has a CUDA stream for each direction. `NoStreams` stands in for it on other devices,
 where every operation is complete when the call returns. Streams are known by name: INWARD (host to
-device), OUTWARD (device to host) and COMPUTE (the current stream of the caller).
+device), OUTWARD (device to host), COMPUTE (the current stream of the caller) and PACK (launches on
+state that run beside the caller's stream).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
-INWARD, OUTWARD, COMPUTE = "inward", "outward", "compute"
+INWARD, OUTWARD, COMPUTE, PACK = "inward", "outward", "compute", "pack"
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (to, from) of each copy
 
 
@@ -39,19 +41,41 @@ class NoStreams:
             to.copy_(source)
 
     def share(self, memory: torch.Tensor) -> None:
-        """Tell the allocator that all streams use `memory`."""
+        """Tell the allocator that all streams use `memory`, of the current and of later streams."""
+
+    def on_pack_stream(self) -> contextlib.AbstractContextManager:
+        """Context manager in which PACK is the current stream."""
+        return contextlib.nullcontext()
 
 
 class CopyStreams:
-    """Two CUDA streams for copies, beside the current stream. Methods as in `NoStreams`."""
+    """Two CUDA streams for copies, and one for launches, beside the current stream. Methods as in
+    `NoStreams`.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: dict[str, torch.cuda.Stream]) -> None:
+        """`streams`: of the last binding, {} before: torch has few, and gives them out in turn, so
+        that new ones would soon be those of others.
+        """
         self.device = device
-        self.streams = {name: torch.cuda.Stream(device) for name in (INWARD, OUTWARD)}
+        self.streams = streams
+        if not streams or streams[PACK].device != device:
+            # Its short kernels go first where both streams have blocks to run
+            streams[PACK] = torch.cuda.Stream(device, priority=-1)
+            streams |= {name: torch.cuda.Stream(device) for name in (INWARD, OUTWARD)}
+        self.shared: list[torch.Tensor] = []
+        self.told = set(self.streams.values())  # streams that the allocator knows to use `shared`
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         """The stream with a name; COMPUTE may be another stream at every call."""
-        return self.streams.get(name) or torch.cuda.current_stream(self.device)
+        if name != COMPUTE:
+            return self.streams[name]
+        stream = torch.cuda.current_stream(self.device)
+        if stream not in self.told:
+            self.told.add(stream)
+            for memory in self.shared:
+                memory.record_stream(stream)
+        return stream
 
     def event(self, name: str) -> torch.cuda.Event:
         """See `NoStreams`."""
@@ -77,11 +101,20 @@ class CopyStreams:
                 to.copy_(source, non_blocking=True)
 
     def share(self, memory: torch.Tensor) -> None:
-        """See `NoStreams`: memory that is freed is not reused before the copies are done."""
-        for stream in self.streams.values():
+        """See `NoStreams`: memory that is freed is not reused before copies and launches of all
+        streams are done.
+        """
+        self.shared.append(memory)
+        for stream in self.told:
             memory.record_stream(stream)
 
+    def on_pack_stream(self) -> contextlib.AbstractContextManager:
+        """See `NoStreams`."""
+        return torch.cuda.stream(self.streams[PACK])
 
-def streams_for(device: torch.device) -> NoStreams | CopyStreams:
-    """Return the streams of a device."""
-    return CopyStreams(device) if device.type == "cuda" else NoStreams()
+
+def streams_for(
+    device: torch.device, streams: dict[str, torch.cuda.Stream]
+) -> NoStreams | CopyStreams:
+    """Return the streams of a device. `streams`: kept from binding to binding, changed in place."""
+    return CopyStreams(device, streams) if device.type == "cuda" else NoStreams()

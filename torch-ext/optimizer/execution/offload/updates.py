@@ -11,7 +11,9 @@ again, and written along with the weights.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import weakref
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,13 +23,22 @@ import torch
 from ...kernels.elementwise.momentum import Copy, copy_torch
 from ...kernels.elementwise.multi_tensor import write_squares
 from ...kernels.elementwise.weight_update import TO_INITIAL
+from ...kernels.launch.precompile import in_dry_run
 from ...kernels.weights.split import wide_copies
 from ...pipeline import BucketUpdate
 from ...planning.rank_plan import Piece, sent_piece
 from ...rules import elementwise
 from ...rules.decay import INITIAL_KEY, form_of
-from ...rules.rule import is_offloaded, momentum_key
-from ..bucket_updates import BucketInputs, LocalUpdate, Means, ShardedUpdate, UnreducedUpdate, Views
+from ...rules.rule import MuonConstants, host_constants, is_offloaded, momentum_key
+from ..bucket_updates import (
+    BucketInputs,
+    Gradients,
+    LocalUpdate,
+    Means,
+    ShardedUpdate,
+    UnreducedUpdate,
+    Views,
+)
 from ..cuda_graphs import Graphs
 from ..elementwise_updates import (
     ElementwiseUpdate,
@@ -57,9 +68,10 @@ class OffloadedState:
         during_backward = self.options.overlap_backward and self.travels
         return self.selection is None and not during_backward
 
-    def _kinds_in_place(self) -> list[str]:
+    @property
+    def _states_in_place(self) -> list[str]:
         """State of each element is copied from its slot into the stacks."""
-        return [kind for kind in super()._kinds_in_place() if not is_offloaded(kind)]
+        return [key for key in super()._states_in_place if not is_offloaded(key)]
 
     def _momentum_args(self, pieces: Sequence[Piece], means: Means | None = None) -> tuple:
         """See `BoundUpdate`."""
@@ -192,11 +204,66 @@ def _means_of(cuts: Sequence[Cut], means: Means | None) -> Means | None:
 
 
 class OffloadedLocalUpdate(OffloadedState, LocalUpdate):
-    """`LocalUpdate` with state in host memory."""
+    """`LocalUpdate` with state in host memory. U of a bucket is written while the bucket before is
+    orthogonalized, into the other one of two memories for stacks.
+    """
+
+    def __init__(self, inputs: BucketInputs) -> None:
+        super().__init__(inputs)
+        self.is_packed = False  # U is written, or about to be
+        self.packed = inputs.store.scheduler.streams.event("packed")
+        if inputs.stack_name is not None:
+            inputs.store.scheduler.bucket_refs.append(weakref.ref(self))
+
+    def pack_early(self) -> None:
+        """Write U on the stream PACK, once a step. What the current stream has been given may use
+        the stacks; all that it is given later may not, until it waits for `packed`.
+        """
+        if not self.is_packed:
+            self.is_packed = True
+            with self.store.scheduler.packing(self.packed):
+                super()._run_pack(self.pack_all, host_constants(self.group))
+
+    def begin_step(self) -> None:
+        """Forget what a step that raised has packed."""
+        self.is_packed = False
+
+    def _run_pack(
+        self, pack: Launch, constants: MuonConstants, gradients: Gradients | tuple[()] = ()
+    ) -> None:
+        """See `BoundUpdate`. U of the next bucket is written, too, and U of this one may be there
+        already.
+        """
+        buckets = self.store.scheduler.buckets
+        if in_dry_run() or self not in buckets:
+            return super()._run_pack(pack, constants, gradients)
+        for bucket in buckets[(at := buckets.index(self)) : at + 2]:
+            bucket.pack_early()
+        self.store.scheduler.wait_for(self.packed)
+        self.is_packed = False
 
 
 class OffloadedShardedUpdate(OffloadedState, ShardedUpdate):
-    """`ShardedUpdate` with state in host memory."""
+    """`ShardedUpdate` with state in host memory. U is written while the bucket before is
+    orthogonalized, see `pipeline.run`.
+    """
+
+    def __init__(self, inputs: BucketInputs) -> None:
+        super().__init__(inputs)
+        self.packed = inputs.store.scheduler.streams.event("packed")
+
+    def before_inbound(self) -> contextlib.AbstractContextManager:
+        """See `OwnerUpdate`. During backward, launches stay on its stream, and a selection uses
+        scratch of the bucket that is orthogonalized.
+        """
+        if self.options.overlap_backward or self.selection is not None:
+            return super().before_inbound()
+        return self.store.scheduler.packing(self.packed)
+
+    def orthogonalize(self, constants: MuonConstants) -> None:
+        """See `ShardedUpdate`."""
+        self.store.scheduler.wait_for(self.packed)
+        super().orthogonalize(constants)
 
 
 class OffloadedUnreducedUpdate(OffloadedState, UnreducedUpdate):
@@ -309,6 +376,7 @@ class OffloadedElementwiseUpdate(ElementwiseUpdate):
             self.rows = store.collector.of_parts([i for i, _ in at_home + away])
         self.at_home = self._bind(at_home, None, 0) if at_home else None
         self.launch = InParts(store, self._parts(away, len(at_home)))
+        self.packed = store.scheduler.streams.event("packed")
 
     def _members(self, number: int) -> list[Member]:
         """Cut a parameter whose state is larger than a slot."""
@@ -383,7 +451,20 @@ class OffloadedElementwiseUpdate(ElementwiseUpdate):
         return part.on_device(view) if self.store.memory.holds(view) else view
 
     def step(self, group: dict) -> None:
-        """Step all parameters; flagged parameters keep weight and state."""
+        """Step all parameters; flagged parameters keep weight and state. Beside Newton-Schulz,
+        unless somebody is told when the weights are written.
+        """
+        scheduler = self.store.scheduler
+        if self.written is not None or in_dry_run():
+            return self._launch(group)
+        # The first Newton-Schulz waits for U
+        for bucket in scheduler.buckets[:1]:
+            bucket.pack_early()
+        with scheduler.packing(self.packed):
+            self._launch(group)
+
+    def _launch(self, group: dict) -> None:
+        """Launch all parts."""
         if self.at_home is not None:
             self.at_home(group)
         self.launch(group)

@@ -276,20 +276,24 @@ class ForwardOverlap(StepHook):
             weakref.finalize(self, hooks.remove)
 
 
-def waits_for_updates(method: Callable) -> Callable:
+def waits_for_updates(method: Callable | None = None, *, reads_state: bool = True) -> Callable:
     """Decorate a method of an optimizer with reads or writes of weights or state: the current
-    stream waits for the last step first.
+    stream waits for the last step first. `reads_state`: with offload_state the host waits, too.
 
     The method runs on the optimizer itself, also if called on a wrapper of Lightning or Fabric.
     The class of a wrapper derives from the optimizer's class and forwards missing attributes to the
     optimizer; an attribute set by the method would stay on the wrapper.
     """
 
+    if method is None:
+        return functools.partial(waits_for_updates, reads_state=reads_state)
+
     @functools.wraps(method)
     def after(self: object, *arguments: object, **options: object) -> object:
         itself = self._itself()
         itself._forward_overlap.wait()
-        itself._preparation.place.wait()
+        if reads_state:
+            itself._preparation.place.wait()
         return method(itself, *arguments, **options)
 
     return after

@@ -84,6 +84,12 @@ class ScatteredRows:
     def __getitem__(self, matrices: slice) -> _MatrixSlice:
         return _MatrixSlice(self.pieces[matrices], self.is_transposed)
 
+    def matrix(self, index: int) -> torch.Tensor:
+        """Return a matrix (R, C): a view if it is one piece, else a copy."""
+        pieces = self.pieces[index]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return whole.mT if self.is_transposed else whole
+
 
 class ScatteredMatrices:
     """Whole matrices (N, R, C) in fp32 that stay where they are stored, for kernels that read them

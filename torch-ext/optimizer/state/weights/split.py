@@ -15,6 +15,7 @@ import torch
 
 from ...communication.redistribute import place_like
 from ...kernels.weights.split import joined, split
+from ...params.config import MuonConfig
 from ...params.dtensor import as_dtensor, is_dtensor, local_of
 from ...params.errors import names_in, shortened, warn_caller
 from ...params.param_groups import clean_name
@@ -51,6 +52,19 @@ def check_rest(dtype: torch.dtype, name: str) -> None:
             f"{BITS[0]}, in state dicts as {BITS[1]}: it was cast, and its bits are lost. Load "
             f"another checkpoint, or remove the key {REST_KEY!r}, and the weights begin rounded to "
             "bf16"
+        )
+
+
+def check_place(number: int, group: dict, options: MuonConfig) -> None:
+    """Raise ValueError for weights that the loaded options of a group split, if state is offloaded.
+    `group`: with the saved options.
+    """
+    if options.offload_state and any(is_split(group, param) for param in group["params"]):
+        raise ValueError(
+            f"parameter group {number} was saved with {MASTER_KEY}={group[MASTER_KEY]!r}, which "
+            "offload_state excludes: load the state dict into an optimizer without offload_state, "
+            f"or remove {MASTER_KEY!r} from the group of the state dict, and the weights go on as "
+            "bf16 weights, without the bits beyond"
         )
 
 

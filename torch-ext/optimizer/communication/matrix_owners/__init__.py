@@ -1,0 +1,1 @@
+"""State of whole matrices, kept by the owners of the matrices."""

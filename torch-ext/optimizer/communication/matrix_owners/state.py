@@ -1,0 +1,336 @@
+"""State of whole matrices at their owners (`state_at_owners`): where it lies, and moves between the
+owners and the placements of the parameters.
+
+With the option, the owner of a matrix stores the state that a rule reads there. Each rank has one
+flat tensor for a parameter and a key: the state of the matrices that the rank owns, row-major, in
+the order of `Layout.matrices`. Entry OWNERS_KEY of the parameter's state has the owners, so that
+state can move without the plan that chose the owners. In state dicts the state appears as DTensors
+with the placements of the parameter. `shown` and `move` are collective: all ranks of a mesh call
+them together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ...params import errors
+from ...params.dtensor import as_dtensor, is_dtensor, local_of
+from ...params.errors import names_in
+from ...params.layout import Box, Layout, layout_of, this_rank
+from ...params.units import Split, splits_of
+from ...planning.memory_model import ALIGNMENT
+from ...planning.plan import bucket_sort_key
+from ...rules.rule import OWNERS_KEY, rule_of, state_shape
+from ..process_groups import ProcessGroups
+from ..store_barrier import wait_for_all
+
+# End of the error message on ranks that waited in vain for other ranks
+ADVICE = "Call it on all ranks, or leave out state_at_owners=True (docs/checkpoint.md)"
+MISSING, AT_PLACEMENTS = -1, 0  # results of `_form`; state at owners has a number > 0
+
+Place = tuple[int, tuple[int, int]]  # (first element in the flat tensor, (rows, columns))
+Number = tuple[tuple[int, ...], int]  # (leading indices, unit) of a matrix of a parameter
+
+
+@dataclass(frozen=True, eq=False)
+class StateOf:
+    """State `key` of a parameter that is a DTensor."""
+
+    param: torch.Tensor
+    name: str
+    key: str
+    layout: Layout  # of the matrices of the state
+    split: Split  # how the parameter is cut into matrices
+
+
+def places_at(
+    rank: int, layout: Layout, owners: Sequence[int], itemsize: int
+) -> tuple[dict[Number, Place], int]:
+    """Return where a rank stores the state of the matrices that it owns, and the number of elements
+    of its flat tensor. `layout`: of the state. `owners`: of `Layout.matrices`. `itemsize`: bytes of
+    an element.
+    """
+    places, free = {}, 0
+    for (at, unit), owner in zip(layout.matrices, owners, strict=True):
+        if owner == rank:
+            R, C = layout.unit_shapes[unit]
+            places[at, unit] = free, (R, C)
+            # Every matrix begins at a multiple of ALIGNMENT, as in stacks: see `ScatteredMatrices`
+            free += R * C + -(R * C) % (ALIGNMENT // itemsize)
+    return places, free
+
+
+def view_of(flat: torch.Tensor, place: Place) -> torch.Tensor:
+    """Return the state of a matrix, (rows, columns), as a view of the flat tensor of its owner."""
+    first, shape = place
+    return flat[first : first + math.prod(shape)].view(shape)
+
+
+def is_at_owners(state: Mapping[str, torch.Tensor], key: str) -> bool:
+    """Whether entry `key` of a parameter's state is the flat tensor of an owner."""
+    value = state.get(key)
+    is_plain = isinstance(value, torch.Tensor) and not is_dtensor(value)
+    return OWNERS_KEY in state and key != OWNERS_KEY and is_plain and value.ndim == 1
+
+
+def check(
+    state: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], owners: tuple, name: str
+) -> None:
+    """Raise RuntimeError if state of a parameter lies at owners from which `move` cannot take it.
+    `layouts`: key -> layout of the state. `owners`: wanted; () if state shall not be at owners.
+    """
+    keys = [key for key in state if is_at_owners(state, key)]
+    if not keys:
+        return
+    old = state[OWNERS_KEY].tolist()
+    for key in keys:
+        layout = layouts.get(key)
+        fits = layout is not None and bool(owners) and len(old) == len(owners)
+        fits = fits and set(old) <= {-1, *layout.ranks}
+        if fits:
+            size = places_at(this_rank(), layout, old, state[key].itemsize)[1]
+            fits = size == len(state[key])
+        if not fits:
+            raise RuntimeError(
+                f"{key} of parameter {name} is kept by the owners of its matrices, but the "
+                "parameter was resized, replaced by a plain tensor or moved to other ranks: save "
+                "state_dict() before such a change, and load it afterwards, or delete the entry"
+            )
+
+
+def states_of(groups: Sequence[dict]) -> list[StateOf]:
+    """Return the state of all DTensors that rules of `groups` read at owners, in an order equal on
+    all ranks with equal groups.
+    """
+    found = []
+    known: dict[tuple, Layout] = {}  # a Layout has a box for every rank: parameters share layouts
+    for group in groups:
+        kept = rule_of(group).state if group["use_muon"] else ()
+        names = names_in(group)
+        members = zip(group["params"], splits_of(group)) if kept else ()
+        members = [member for member in members if is_dtensor(member[0])]
+        for (param, split), s in itertools.product(members, kept):
+            shape = tuple(param.shape)
+            where = shape, split, param.device_mesh, param.placements, s.per
+            if where not in known:
+                layout = layout_of(param, shape=split.state_shape(shape, s.per))
+                known[where] = layout.as_matrices(split, shape, s.per)
+            found.append(StateOf(param, names[param], s.key, known[where], split))
+    return found
+
+
+def shown(state: dict, groups: Sequence[dict]) -> dict:
+    """Return the state with DTensors, placed like their parameters, in place of state at owners.
+    Collective if any state is at owners; then raises RuntimeError, before any collective, if a rank
+    does not call in time.
+    """
+    found = {p: {k: v for k, v in held.items() if k != OWNERS_KEY} for p, held in state.items()}
+    # Before the first step, and after a load, all state is placed like its parameters
+    if not any(OWNERS_KEY in held for held in state.values()):
+        return found
+    with errors.during("state_dict(), which all ranks call together with state_at_owners=True"):
+        # A rank that saves alone gets an error, before it issues a collective
+        by_group = _by_process_group(states_of(groups))
+        for group, _ in by_group:
+            wait_for_all(group, "state_dict()", ADVICE)
+        for group, members in by_group:
+            forms = _agreed_forms(state, members, group)
+            kept = [of for of, form in zip(members, forms) if form > AT_PLACEMENTS]
+            for of in kept:
+                held = state[of.param]
+                placed = _to_placements(of, held[of.key], held[OWNERS_KEY].tolist(), group)
+                found[of.param][of.key] = placed
+    return found
+
+
+def move(
+    state: dict, members: Sequence[StateOf], wanted: Mapping[torch.Tensor, Sequence[int]]
+) -> None:
+    """Move state to the `wanted` owners, in place of the dict's entries. Missing state is left out.
+    Collective.
+
+    `wanted`: parameter -> owners of `Layout.matrices`. Raises RuntimeError, with the parameter's
+    name, if state is at other places on other ranks.
+    """
+    for group, some in _by_process_group(members):
+        forms = dict(zip(some, _agreed_forms(state, some, group)))
+        # By id: two tensors are compared element by element
+        for _, of_param in itertools.groupby(some, key=lambda of: id(of.param)):
+            of_param = list(of_param)
+            owners, held = list(wanted[of_param[0].param]), state[of_param[0].param]
+            moved = {
+                of.key: _moved(of, held, forms[of], owners, group)
+                for of in of_param
+                if forms[of] != MISSING
+            }
+            # Together: a collective that fails leaves owners that belong to the state
+            held.update(moved)
+            held[OWNERS_KEY] = torch.tensor(owners, dtype=torch.int64, device="cpu")
+
+
+def _moved(
+    of: StateOf, held: Mapping, form: int, owners: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return the flat tensor of state for `owners`. `held`: the parameter's state."""
+    value = held[of.key]
+    if form > AT_PLACEMENTS:
+        old = held[OWNERS_KEY].tolist()
+        if old == owners:
+            return value
+        value = _to_placements(of, value, old, group)
+    return _to_owners(of, value, owners, group)
+
+
+def zeros_at_owner(of: StateOf, owners: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return new state of the matrices that this rank owns."""
+    size = places_at(this_rank(), of.layout, owners, dtype.itemsize)[1]
+    return torch.zeros(size, dtype=dtype, device=of.param.device)
+
+
+def _by_process_group(members: Sequence[StateOf]) -> list[tuple[dist.ProcessGroup, list[StateOf]]]:
+    """Return [(process group of all ranks of a mesh, state of the parameters on the mesh)], large
+    sets of ranks first, the order of all collectives of several sets.
+    """
+    by_ranks: dict[tuple[int, ...], list[StateOf]] = {}
+    for of in members:
+        by_ranks.setdefault(of.layout.ranks, []).append(of)
+    groups = ProcessGroups()
+    groups.find_existing([of.param for of in members], None)
+    return [
+        (groups.get_or_create(ranks), by_ranks[ranks])
+        for ranks in sorted(by_ranks, key=bucket_sort_key)
+    ]
+
+
+def _form(state: Mapping, of: StateOf) -> int:
+    """Return where state is: MISSING, AT_PLACEMENTS, or a number > 0 for the owners."""
+    held = state.get(of.param, {})
+    if of.key not in held:
+        return MISSING
+    if not is_at_owners(held, of.key):
+        return AT_PLACEMENTS
+    text = repr(held[OWNERS_KEY].tolist())
+    return 1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _agreed_forms(
+    state: Mapping, members: Sequence[StateOf], group: dist.ProcessGroup
+) -> list[int]:
+    """Return `_form` of all members. Raises RuntimeError if ranks of the group differ."""
+    forms = [_form(state, of) for of in members]
+    row = torch.tensor(forms, dtype=torch.int64, device=local_of(members[0].param).device)
+    gathered = [torch.empty_like(row) for _ in range(group.size())]
+    dist.all_gather(gathered, row, group=group)
+    for of, *found in zip(members, *(vector.tolist() for vector in gathered)):
+        if len(set(found)) > 1:
+            raise RuntimeError(
+                f"{of.key} of parameter {of.name} is at other places on some ranks of its mesh: "
+                "load the state on all ranks, or on none, and change it on all ranks alike"
+            )
+    return forms
+
+
+def _pieces(of: StateOf, owners: Sequence[int]) -> Iterator[tuple[Number, int, int, Box, tuple]]:
+    """Yield (matrix, owner, storing rank, box in the matrix, place in the parameter) of all pieces
+    of state that this rank owns or stores, in an order equal on all ranks.
+    """
+    layout, me = of.layout, this_rank()
+    for (at, unit), owner in zip(layout.matrices, owners, strict=True):
+        ranks = () if owner < 0 else layout.ranks if owner == me else (me,)
+        for rank in [rank for rank in ranks if _has_leading(layout.boxes[rank], at)]:
+            for box, start in layout.unit_boxes(rank, unit):
+                yield (at, unit), owner, rank, box, start
+
+
+def _has_leading(box: Box, at: tuple[int, ...]) -> bool:
+    """Whether leading indices lie in a box of a parameter."""
+    return all(first <= i < end for i, (first, end) in zip(at, box))
+
+
+def _stored(
+    of: StateOf, local: torch.Tensor, matrix: Number, box: Box, start: tuple
+) -> torch.Tensor:
+    """Return the view of a piece in the local shard of state."""
+    layout, me = of.layout, this_rank()
+    index = tuple(i - first for i, (first, _) in zip(matrix[0], layout.boxes[me]))
+    shape = tuple(stop - first for first, stop in box)
+    return of.split.matrices(local)[index][layout.place_of(me, start, shape)]
+
+
+def _to_owners(
+    of: StateOf, value: torch.Tensor, owners: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return the flat tensor of this rank from state placed like the parameter."""
+    local, me, replica_of = local_of(value).contiguous(), this_rank(), of.layout.replica_of
+    places, size = places_at(me, of.layout, owners, value.itemsize)
+    flat = torch.zeros(size, dtype=value.dtype, device=of.param.device)
+    local = local.to(flat.device)
+    sent, received = [], []
+    for matrix, owner, rank, box, start in _pieces(of, owners):
+        # Of replicas the owner's sends
+        if replica_of[rank] != replica_of[owner]:
+            continue
+        if rank == me:
+            sent.append((owner, _stored(of, local, matrix, box, start)))
+        if owner == me:
+            whole = view_of(flat, places[matrix])
+            received.append((rank, whole[slice(*box[0]), slice(*box[1])]))
+    _exchange(sent, received, flat, group)
+    return flat
+
+
+def _to_placements(
+    of: StateOf, flat: torch.Tensor, owners: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return state as a DTensor placed like its parameter from the flat tensors of `owners`."""
+    param, me = of.param, this_rank()
+    shape = state_shape(param, of.key, of.split)
+    box = layout_of(param, shape=shape).boxes[me]
+    flat = flat.to(param.device)
+    # Matrices without elements have no owner
+    local = torch.zeros([b - a for a, b in box], dtype=flat.dtype, device=flat.device)
+    places, _ = places_at(me, of.layout, owners, flat.itemsize)
+    sent, received = [], []
+    for matrix, owner, rank, box, start in _pieces(of, owners):
+        if owner == me:
+            whole = view_of(flat, places[matrix])
+            sent.append((rank, whole[slice(*box[0]), slice(*box[1])]))
+        if rank == me:
+            received.append((owner, _stored(of, local, matrix, box, start)))
+    _exchange(sent, received, flat, group)
+    return as_dtensor(local, shape, param.device_mesh, param.placements)
+
+
+def _exchange(
+    sent: Sequence[tuple[int, torch.Tensor]],
+    received: Sequence[tuple[int, torch.Tensor]],
+    like: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> None:
+    """Send tensors and fill the views `received`, by an all-to-all. Both: (global rank of the peer,
+    tensor), in an order equal on both ends. `like`: has their dtype and device.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    out, into = (
+        [t for rank in ranks for peer, t in some if peer == rank] for some in (sent, received)
+    )
+    sizes = [
+        [sum(t.numel() for peer, t in some if peer == rank) * like.itemsize for rank in ranks]
+        for some in (sent, received)
+    ]
+    # As bytes, of which every backend can send any dtype
+    parts = [t.reshape(-1) for t in out]
+    send = torch.cat(parts) if parts else like.new_empty(0)
+    recv = like.new_empty(sum(t.numel() for t in into))
+    dist.all_to_all_single(
+        recv.view(torch.uint8), send.view(torch.uint8), sizes[1], sizes[0], group=group
+    )
+    for view, part in zip(into, recv.split([t.numel() for t in into])):
+        view.copy_(part.view(view.shape))
