@@ -36,7 +36,7 @@ from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan, has_plain
 from .qk_clip.clip import QKClip, unattached
 from .report import as_bytes
-from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, temporaries_of
+from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, is_8bit, temporaries_of
 from .rules.muon import REST_KEY, is_split
 from .rules.rule import (
     OWNERS_KEY,
@@ -447,8 +447,13 @@ def _old_bytes(i: int, numel: int, plan: Plan, options: MuonConfig) -> int:
     group, param = plan.group_at(i), plan.params[i]
     dtype = group_state_dtype(group, options.state_dtype)
     keys = [key for key in keys_of(group, param, options.state_dtype) if key != "step"]
-    state = [state_device_and_dtype(key, param, dtype)[1] for key in keys]
-    return numel * sum(dtype.itemsize for dtype in (param.dtype, *state))
+    nbytes = numel * param.itemsize
+    for key in keys:
+        count = numel
+        if STATES[key].per == "block":
+            count = numel // param.shape[-1] * -(-param.shape[-1] // BLOCK_8BIT)
+        nbytes += count * state_device_and_dtype(key, param, dtype)[1].itemsize
+    return nbytes
 
 
 def _temporary_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonConfig) -> int:
@@ -461,6 +466,8 @@ def _temporary_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: Mu
     for i, numel in members:
         group, param = plan.group_at(i), plan.params[i]
         rule = elementwise_of(group)
+        if is_8bit(group, param):  # a kernel reads and writes all in place
+            continue
         state = group_state_dtype(group, options.state_dtype)
         state = state_device_and_dtype(rule.averages[0], param, state)[1]
         wide = torch.promote_types(param.dtype, state)
