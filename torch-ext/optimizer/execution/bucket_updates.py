@@ -22,7 +22,6 @@ momentum is written on the first read (`update_momentum_early`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,8 +103,7 @@ class BoundUpdate(BucketUpdate):
         self.group = inputs.group
         self.process_group = inputs.process_group
         self.memory = inputs.memory
-        self.buffer_index = inputs.buffer_index
-        self.stack_name = inputs.stack_name
+        self.buffer_index, self.stack_name = inputs.buffer_index, inputs.stack_name
         self.graphs = inputs.graphs
         self.rank = inputs.store.rank  # global
         # On the device, of all groups: a schedule may change the numbers without a new capture
@@ -481,17 +479,12 @@ class OwnerUpdate(BoundUpdate):
         with self.before_inbound():
             self.replay(self.pack, constants)  # pieces owned by other ranks -> send buffer
             inbound = self.to_owner.start()  # send buffer -> the owners' receive buffers
-            if self.packs_local:
-                # Needs no peer, so it runs beside the all-to-all
+            if self.packs_local:  # needs no peer, so it runs beside the all-to-all
                 self.replay(self.pack_local, constants)  # pieces owned by this rank -> "kept"
         yield from inbound
         self.replay(self.orthogonalize, constants)  # assemble, Newton-Schulz, NorMuon, disassemble
         yield from self.to_shards.start()  # the owner's send buffer -> ranks that store the pieces
         self.replay(self.apply, constants)  # weight and momentum of all stored pieces
-
-    def before_inbound(self) -> contextlib.AbstractContextManager:
-        """Context manager around the phases before the inbound all-to-all has arrived."""
-        return contextlib.nullcontext()
 
     def launches(self, group: dict) -> list[Callable[[], None]]:
         """The parts of `run` between collectives; see `BucketUpdate`."""

@@ -401,9 +401,8 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
     """Return {parameter: copy of the saved state, in the dtype and placements of the optimizer}.
 
     `loaded`: a state dict with an equal number of groups and parameters. `options`: of each group.
-    Tensors with other
-    placements than the parameter's are redistributed; for DTensors that is collective. Raises
-    ValueError, with the parameter's name, for state that does not fit.
+    Tensors with other placements than the parameter's are redistributed; for DTensors that is
+    collective. Raises ValueError, with the parameter's name, for state that does not fit.
     """
     members = []  # (parameter, group with the saved decay, name, saved state)
     saved_groups = []  # of each member
