@@ -146,8 +146,10 @@ def torch_muon(matrices: list[nn.Parameter], rest: list[dict], lr: float) -> lis
     return [muon, torch.optim.AdamW(rest, betas=BETAS, fused=matrices[0].is_cuda)]
 
 
-def ours(name: str = "Muon", split: bool = False, **keys: object) -> Callable:
-    """An optimizer of this package; `split`: queries, keys, values and outputs by heads."""
+def ours(name: str = "Muon", split: bool = False, averages: torch.dtype | None = None, **keys: object) -> Callable:
+    """An optimizer of this package; `split`: queries, keys, values and outputs by heads. `averages`: the `state_dtype`
+    of the groups of AdamW.
+    """
 
     def make(matrices: list[nn.Parameter], rest: list[dict], lr: float) -> list[torch.optim.Optimizer]:
         from kernels import get_kernel
@@ -155,7 +157,8 @@ def ours(name: str = "Muon", split: bool = False, **keys: object) -> Callable:
         package = get_kernel("org/optimizer", version=1)
         forms = [p.by_heads if split else None for p in matrices]
         groups = [{"params": matrices, "lr": lr, "weight_decay": DECAY, "split": forms}]
-        groups += [{**group, "use_muon": False} for group in rest]
+        own = {} if averages is None else {"state_dtype": averages}
+        groups += [{**group, "use_muon": False, **own} for group in rest]
         for group in groups:
             group["params"] = [(p.path, p) for p in group["params"]]
         keywords = {"adjust_lr_fn": "match_rms_adamw", "adamw_betas": BETAS, **keys}
@@ -203,6 +206,7 @@ OPTIMIZERS = {
     "keller": Kind(keller, 1.8e-2, peer="keller_jordan"),
     "dion_normuon": Kind(dion_normuon, 4e-3, peer="dion"),
     "int8_momentum": Kind(ours(state_dtype=torch.int8), 4e-3),
+    "int8_averages": Kind(ours(averages=torch.int8), 4e-3),
     "split16": Kind(ours(master_weights="split16"), 4e-3, bf16=True),
     "bf16_weights_stochastic": Kind(ours(rounding="stochastic"), 4e-3, bf16=True),
     "bf16_momentum": Kind(ours(state_dtype=torch.bfloat16), 4e-3),

@@ -209,7 +209,7 @@ def others(arch: str, shared: int):
 
     For sm90 each pair of flags of momentum, copies and weight update; elsewhere each form of them once or twice.
     """
-    pack, update, norm, aol, check, quantized, halves = (
+    pack, update, norm, aol, check, quantized, averages, halves = (
         part(f"{name}")
         for name in (
             "kernels.elementwise.momentum",
@@ -218,6 +218,7 @@ def others(arch: str, shared: int):
             "kernels.elementwise.aol",
             "kernels.elementwise.nonfinite_check",
             "kernels.quantized.momentum",
+            "kernels.quantized.adamw",
             "kernels.weights.split",
         )
     )
@@ -225,6 +226,14 @@ def others(arch: str, shared: int):
     for access in (0, 1, 2):
         yield compile_for(arch, check._check_kernel, dict(
             table, addresses="*i64", flags="*fp32", places="*i64", ACCESS=access))
+    for decay, is_split in [(0, False), (1, True), (2, False)] if arch == "sm90" else [(2, True)]:
+        pointers = dict(weights="*i16" if is_split else "*bf16", rests="*i16", gradients="*bf16", initials="*bf16",
+                        m_numbers="*i8", v_numbers="*u8", m_scales="*fp32", v_scales="*fp32", factors="*fp32")
+        strides = [f"{name}_stride" for name in ("w", "rest", "g", "initial", "m", "v", "m_scale", "v_scale")]
+        numbers = dict.fromkeys(("one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32")
+        yield compile_for(arch, averages._adamw_kernel, dict(
+            pointers, **dict.fromkeys((*strides, "rows", "columns"), "i32"), **numbers, DECAY=decay, SPLIT=is_split,
+            LENGTH=64, TILE=4096), num_warps=8)
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
         own = dict(groups="*i64", GROUPED=skips, squares="*fp32" if skips else "*i64", COLLECTS=skips)

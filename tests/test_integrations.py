@@ -135,13 +135,14 @@ def test_overrides_are_keys_of_groups_and_the_first_pattern_counts():
     optimizer = built(lr=0.02, overrides={
         "layers.0.q_proj.weight": {"lr": 0.5, "split": {"heads": 2}, "ns_eps": 1e-4},
         "*.q_proj.weight": {"lr": 0.25, "rule": "muon_plus", "normalize": "row"},
-        "re:^embed": {"lr": 0.125, "betas": [0.5, 0.75], "eps": 1e-5, "weight_decay": 0.0}})
+        "re:^embed": {"lr": 0.125, "betas": [0.5, 0.75], "eps": 1e-5, "weight_decay": 0.0, "state_dtype": "int8"}})
     lr = values(optimizer, "lr")
     assert [lr[f"{name}.weight"] for name in (
         "layers.0.q_proj", "layers.1.q_proj", "embed_tokens", "lm_head")] == [0.5, 0.25, 0.125, 0.02]
     assert values(optimizer, "split") == {"layers.0.q_proj.weight": {"heads": 2}}
     assert values(optimizer, "rule") == {"layers.1.q_proj.weight": "muon_plus"}
     assert values(optimizer, "normalize") == {"layers.1.q_proj.weight": "row"}
+    assert values(optimizer, "state_dtype") == {"embed_tokens.weight": torch.int8}
     eps = values(optimizer, "eps")
     assert (eps["layers.0.q_proj.weight"], eps["embed_tokens.weight"]) == (1e-4, 1e-5)
     assert len(lr) == len(list(Model().parameters()))

@@ -18,14 +18,16 @@ SHAPES = [(8, 6), (6, 8), (12, 4), (6,)]
 MODES = ["fsdp", "reduced", "unreduced"]
 
 
-def build(mode, name, shapes, split=3, dtype=torch.float32, dim=0, group=(), **options):
-    """An optimizer with Muon and AdamW groups; `split`: how many go to Muon; `group`: what the first group sets."""
+def build(mode, name, shapes, split=3, dtype=torch.float32, dim=0, group=(), other=(), **options):
+    """An optimizer with Muon and AdamW groups; `split`: how many go to Muon; `group`, `other`: what the first and the
+    second group set.
+    """
     from torch.distributed.tensor import Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fulls = [torch.ones(shape, dtype=dtype) for shape in shapes]
     params = [nn.Parameter(cut(f, mesh, [Shard(min(dim, f.ndim - 1))]) if mode == "fsdp" else f) for f in fulls]
-    groups = [{"params": params[:split], **dict(group)}, {"params": params[split:], "use_muon": False}]
+    groups = [{"params": params[:split], **dict(group)}, {"params": params[split:], "use_muon": False, **dict(other)}]
     if mode != "fsdp":
         options |= {"process_group": dist.group.WORLD, "grads_are_reduced": mode == "reduced"}
     for p in params:
@@ -60,6 +62,7 @@ CASES = {
     "rounding_seed": ({"group": ROUNDED | {"rounding_seed": 2}}, "group option rounding_seed"),
     "rounding_step": ({"group": ROUNDED | {"rounding_step": 2}}, "group option rounding_step"),
     "master_weights": ({"group": {"master_weights": "split16"}}, "group option master_weights"),
+    "group's state_dtype": ({"other": {"state_dtype": torch.bfloat16}}, "group option state_dtype"),
     "radius": ({"group": {"rule": "scion", "radius": 2.0}}, "group option rule options"),
     "wire_dtype": ({"wire_dtype": torch.float32}, "wire_dtype"),
     "state_dtype": ({"state_dtype": torch.bfloat16}, "state_dtype"),

@@ -205,7 +205,7 @@ def rows(device, size) -> None:
 
 def rectangles(device, size) -> None:
     """Momentum, copies and updates: rectangles without gaps and others."""
-    pack, table, update, check, quantized, blocks, halves = (
+    pack, table, update, check, quantized, averages, blocks, squares, halves = (
         part(f"{name}")
         for name in (
             "kernels.elementwise.momentum",
@@ -213,7 +213,9 @@ def rectangles(device, size) -> None:
             "kernels.elementwise.weight_update",
             "kernels.elementwise.nonfinite_check",
             "kernels.quantized.momentum",
+            "kernels.quantized.adamw",
             "kernels.quantized.blocks",
+            "kernels.quantized.squares",
             "kernels.weights.split",
         )
     )
@@ -226,6 +228,10 @@ def rectangles(device, size) -> None:
         pack.Pack([M], [U], sources, [G])([G], addresses, numbers[:1], True)
         in_8_bits = quantized.QuantizedView(*blocks.quantize(M.contiguous()))
         quantized.QuantizedMomentum([in_8_bits], [U], sources, [G])([G], addresses, numbers[:1], True)
+        (first, first_scale), (second, second_scale) = blocks.quantize(M.contiguous()), squares.quantize(U.square())
+        own = averages.Averages(first.contiguous(), second.contiguous(), first_scale, second_scale)
+        factors = torch.tensor([0.99, 0.01, 0.1, 0.5], device=device)
+        averages.step(W, G, own, factors, averages.Constants.of(0.9, 0.95, 1e-8, 0))
         pack.Copy.of_gradients([U], sources, [G])([G], addresses)
         pack.Copy([W], [M])()
         update.WeightUpdate([W], [U], [0.5])(numbers)

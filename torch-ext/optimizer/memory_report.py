@@ -36,7 +36,7 @@ from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan, has_plain
 from .qk_clip.clip import QKClip, unattached
 from .report import as_bytes
-from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, temporaries_of
+from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, is_8bit, temporaries_of
 from .rules.muon import REST_KEY, is_split
 from .rules.rule import (
     OWNERS_KEY,
@@ -332,7 +332,7 @@ def _bytes_at(
     """Return key of a row -> bytes at a rank. `plans`: with the buckets of the rank. `numbers`: id
     of a group -> number of the group.
     """
-    found = Counter()
+    found, offloaded = Counter(), 0  # elements of parameters with offloaded state
     kept = KeptBytes(options.offload_state) if options.offload_state else None
     for plan in plans:
         for i, param in enumerate(plan.params):
@@ -341,14 +341,17 @@ def _bytes_at(
             dtypes = {"weights": param.dtype, "gradients": gradient_dtype(param)}
             for kind, dtype in dtypes.items():
                 found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
+            state = Counter()
             for key in keys_of(plan.group_at(i), param, options.state_dtype):
-                found.update(_state_at(rank, plan, i, key, number, options, kept))
+                state.update(_state_at(rank, plan, i, key, number, options, kept))
+            found.update(state)
+            offloaded += numel * any(key[-1] == "host" and n for key, n in state.items())
         if not plan.group["use_muon"]:
             # Plans, and the buckets of a plan, are stepped in turn
             for members in _stepped_at(rank, plan):
                 found[COPIES] = max(found[COPIES], _copied_bytes(members, plan, options))
-    if nbytes := sum(n for key, n in found.items() if key[0] == "state" and key[-1] == "host"):
-        found[SLOT_ROW] += math.prod(slots_for(nbytes)) * (kept is not None)
+    if offloaded:
+        found[SLOT_ROW] += math.prod(slots_for(offloaded)) * (kept is not None)
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes
@@ -447,8 +450,13 @@ def _old_bytes(i: int, numel: int, plan: Plan, options: MuonConfig) -> int:
     group, param = plan.group_at(i), plan.params[i]
     dtype = group_state_dtype(group, options.state_dtype)
     keys = [key for key in keys_of(group, param, options.state_dtype) if key != "step"]
-    state = [state_device_and_dtype(key, param, dtype)[1] for key in keys]
-    return numel * sum(dtype.itemsize for dtype in (param.dtype, *state))
+    nbytes = numel * param.itemsize
+    for key in keys:
+        count = numel
+        if STATES[key].per == "block":
+            count = numel // param.shape[-1] * -(-param.shape[-1] // BLOCK_8BIT)
+        nbytes += count * state_device_and_dtype(key, param, dtype)[1].itemsize
+    return nbytes
 
 
 def _temporary_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonConfig) -> int:
@@ -461,6 +469,8 @@ def _temporary_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: Mu
     for i, numel in members:
         group, param = plan.group_at(i), plan.params[i]
         rule = elementwise_of(group)
+        if is_8bit(group, param):  # a kernel reads and writes all in place
+            continue
         state = group_state_dtype(group, options.state_dtype)
         state = state_device_and_dtype(rule.averages[0], param, state)[1]
         wide = torch.promote_types(param.dtype, state)

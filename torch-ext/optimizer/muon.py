@@ -119,7 +119,7 @@ class Muon(MetricsMethods):
         owners alone keep the state.
     state_dtype (torch.float32): of momentum_buffer, exp_avg and exp_avg_sq; or bf16. torch.int8:
         momentum in 8 bits, with an fp32 scale for each 64 columns as state `momentum_scale`;
-        groups with use_muon=False stay fp32.
+        groups with use_muon=False stay fp32. Their own key `state_dtype` may ask for 8 bits.
     wire_dtype (torch.bfloat16): of updates in all-to-alls, and of rounding on every layout, hence
         equal bits on all layouts; or fp32.
     ns_dtype (None): of Newton-Schulz products: fp16, bf16 or fp32. None: fp16, on CPUs fp32.

@@ -51,6 +51,7 @@ GROUP_KEYS = (
     "rounding_seed",
     "rounding_step",
     "master_weights",
+    "state_dtype",
     "momentum_steps",
     "nesterov",
     "ns_coefficients",

@@ -60,7 +60,8 @@ class ElementwiseUpdate(BucketUpdate):
         self.sums: list[tuple[slice, SampledSquares]] | None = None
         if store.collector is not None:
             rests = self.states[-1] if self.splits else ()
-            self.sums = store.collector.of_params(self.weights, rests, self.states[0])
+            average = elementwise.first_average(self.states)
+            self.sums = store.collector.of_params(self.weights, rests, *average)
 
     def run(self, group: dict) -> Running:
         """Step all parameters."""
@@ -111,7 +112,8 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         self._bind_buffers(gradient_dtype(first), torch.float32 if self.splits else first.dtype)
         gradients = self._bind_gradients(stored, owned)
         self.rule = elementwise.elementwise_of(store.groups[0])  # of all groups of the bucket
-        keys = self.rule.averages
+        # Averages are in 8 bits in all groups of the bucket, or in none
+        keys = elementwise.averages_of(store.groups[store.group_of[0]], first)
         weights, held = store.weights(owned), [store.states(owned, key) for key in keys]
         wide = [torch.empty(w.shape, dtype=torch.float32, device="meta") for w in weights]
         # Step counts are scalars of their own, which torch's kernel advances with each tensor
@@ -125,13 +127,15 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         self.sums: SampledSquares | None = None
         if store.collector is not None and owned:
             old = Weights(weights, [rest for _, _, rest in self.halves])
-            self.sums = store.collector.of_chunks(owned, old, Weights(W), states[0])
+            self.sums = store.collector.of_chunks(
+                owned, old, Weights(W), *elementwise.first_average(states[: len(keys)])
+            )
         # Weights, unless they are split, state and counts of the owner
         self.current = [*itertools.chain(*([] if self.splits else [weights]), *held, *steps)]
         self.stepped = [*itertools.chain(*(states if self.splits else copies))]  # of `current`
         means = [g.view(w.shape) for g, w in zip(gradients, W)]
         self.by_group = self._bind_groups(owned, [W, means, *states])
-        self.without_rows = self._bind_counts()
+        self.without_rows = self._bind_counts(keys[0])
         self.halves_received: list[tuple] = []  # as `halves`, of other owners
         self._bind_weights(owned, W)
 
@@ -160,9 +164,9 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
             found.append((flags, W, G, states, self.store.groups[number], scalars))
         return found
 
-    def _bind_counts(self) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    def _bind_counts(self, key: str) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """(step counts, flags) of parameters with the first chunk in the bucket and no rows owned
-        by the rank.
+        by the rank. `key`: of the first average.
 
         The counts advance on the rank as well: state must be equal on every rank.
         """
@@ -170,7 +174,7 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
             return [], None
         state = [self.store.state[p] for p in self.store.params]
         begun = [m.param for m in self.bucket.matrices if m.at[0] == 0]
-        without = [n for n in begun if not state[n][self.rule.averages[0]].numel()]
+        without = [n for n in begun if not state[n][key].numel()]
         return [state[number]["step"] for number in without], flags_of(self.store, without)
 
     def _bind_weights(self, owned: list[Piece], W: list[torch.Tensor]) -> None:

@@ -38,6 +38,7 @@ FIXED = (
     "momentum_form",
     "rounding",
     "master_weights",
+    "state_dtype",
     "process_group",  # refused if it comes late
 )
 RULE = FIXED.index("rule")

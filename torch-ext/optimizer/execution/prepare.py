@@ -36,7 +36,7 @@ from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
-from ..rules.elementwise import elementwise_of
+from ..rules.elementwise import DTYPE_KEY, elementwise_of
 from ..rules.muon import STEPS_KEY, comparable_scale, is_corrected, is_stochastic, is_sum
 from ..rules.rule import host_constants, rule_of, selection_of, sends_signs
 from ..state import create
@@ -144,7 +144,7 @@ def step_together(parts: Sequence[Part]) -> list[GroupParams]:
         by_ranks = bucket_sort_key(() if process_group is None else ranks_of_group(process_group))
         key = by_ranks, 2, number, ""
         if not group["use_muon"] and options.owner_keeps_state:
-            key = by_ranks, 1, 0, elementwise_of(group).name
+            key = by_ranks, 1, 0, repr((elementwise_of(group).name, group.get(DTYPE_KEY)))
         if group["use_muon"]:
             scale = group["adjust_lr_fn"]
             if callable(scale):  # equal factors, in place of the address of the function
@@ -201,7 +201,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["adjust_lr_fn"],
         form_of_decay(group),
         (is_sum(group), is_corrected(group), is_stochastic(group)),
-        group.get("master_weights"),
+        (group.get("master_weights"), group.get(DTYPE_KEY)),
         (rule_of if group["use_muon"] else elementwise_of)(group),
         group["use_muon"] and sends_signs(group),
         selection,

@@ -218,13 +218,15 @@ def _group_values(
             allowed = {*defaults, *config.OPTIONAL_KEYS, *config.ALSO_CALLED, "ns_eps"} - {"eps"}
         else:
             defaults, kind = config.elementwise_keys(keys.get("rule")), "AdamW"
-            allowed = {*defaults, "decay", "rule"}
+            allowed = {*defaults, "decay", "rule", "state_dtype"}
     refuse_unknown(keys, allowed, f"{where}, for {kind} ({name})")
     values = {}
     for key, value in keys.items():
         name = {"ns_eps": "eps", **config.ALSO_CALLED}.get(key, key)
         if name in values:
             raise ConfigError(f"{where}: two keys mean {name}, one of them {key}: give one of them")
+        if name == "state_dtype":
+            value = config.dtype_of(f"{where}: {key}", value)
         config.refuse_text(f"{where}: {key}", value, defaults.get(name))
         values[name] = tuple(value) if key == "betas" and isinstance(value, list) else value
     return values

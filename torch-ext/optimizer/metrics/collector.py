@@ -112,11 +112,16 @@ class Collector:
         return self._add(rows)
 
     def of_params(
-        self, W: Sequence[torch.Tensor], rests: Sequence[torch.Tensor], M: Sequence[torch.Tensor]
+        self,
+        W: Sequence[torch.Tensor],
+        rests: Sequence[torch.Tensor],
+        M: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor] = (),
     ) -> list[tuple[slice, SampledSquares]]:
         """Return sums of parameters that are stepped where stored, by parts of the parameters that
         are stepped at a time: saved weights are bounded by SAVED_ELEMENTS, or by those of the
         largest parameter. `W`, `M`: local weights and momenta. `rests`: of split weights, or ().
+        `scales`: of momenta in 8 bits, or ().
         """
         parts, size = [], math.inf
         regions = [regions_of(layout, self.rank) for layout in self.plan.layouts]
@@ -133,11 +138,17 @@ class Collector:
             numbers = range(part.start, part.stop)
             counts = [self.rank in self.plan.layouts[number].replicas[0] for number in numbers]
             squares = self._add_sampled(numbers, regions[part], counts)
-            found.append((part, SampledSquares(squares, regions[part], weights, weights, M[part])))
+            own = squares, regions[part], weights, weights, M[part], scales[part]
+            found.append((part, SampledSquares(*own)))
         return found
 
     def of_chunks(
-        self, pieces: Sequence[Piece], old: Weights, new: Weights, M: Sequence[torch.Tensor]
+        self,
+        pieces: Sequence[Piece],
+        old: Weights,
+        new: Weights,
+        M: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor] = (),
     ) -> SampledSquares:
         """Return sums of chunks of parameters that this rank owns, see `SampledSquares`."""
         numbers, regions = [p.matrix.param for p in pieces], []
@@ -146,7 +157,7 @@ class Collector:
             shape = local_of(self.plan.params[number]).shape
             regions.append(regions_of_rows(shape, first, stop - first))
         squares = self._add_sampled(numbers, regions, [True] * len(pieces))
-        return SampledSquares(squares, regions, old, new, M)
+        return SampledSquares(squares, regions, old, new, M, scales)
 
     def _add_sampled(
         self, numbers: Sequence[int], regions: Sequence[Sequence[Region]], counts: Sequence[bool]

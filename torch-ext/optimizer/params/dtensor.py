@@ -151,11 +151,11 @@ def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
     if not local.storage_offset():
         return DTensor(local, spec, requires_grad=False)
     # torch gives a DTensor the storage offset of its shard, but no storage. `copy.deepcopy` raises
-    # for a DTensor with an offset (torch 2.13), so the DTensor is made of a shard without an offset
+    # for a DTensor with an offset (torch 2.13), so the shard gets its memory after the DTensor
     sizes, strides = local.shape, local.stride()
-    first = torch.empty_strided(sizes, strides, dtype=local.dtype, device=local.device)
-    found = DTensor(first, spec, requires_grad=False)
-    found._local_tensor = local
+    shard = torch.empty_strided(sizes, strides, dtype=local.dtype, device=local.device)
+    found = DTensor(shard, spec, requires_grad=False)
+    shard.set_(local)
     return found
 
 

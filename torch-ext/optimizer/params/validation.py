@@ -8,7 +8,6 @@ groups of the rank alone.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import operator
@@ -25,7 +24,7 @@ from ..kernels.quantized.blocks import BLOCK, is_quantized
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.decay import DECOUPLED
-from ..rules.elementwise import ELEMENTWISE, check_radius
+from ..rules.elementwise import DTYPE_KEY, ELEMENTWISE, check_radius, elementwise_of, is_8bit
 from ..rules.muon import (
     DRAWN_KEY,
     MASTER_KEY,
@@ -38,6 +37,7 @@ from ..rules.muon import (
     is_stochastic,
 )
 from ..rules.rule import RULES, has_radius, number_of, rule_of
+from .checks.group_keys import is_false, is_same, misspelt
 from .checks.group_values import (
     BELOW_ONE,
     COUNTS,
@@ -54,7 +54,7 @@ from .dtensor import form_of, is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
 from .layout import check_local_shape, check_placements, check_state, check_unit_sharding, layout_of
 from .own_process_groups import refuse_late_key
-from .units import Split, check_splits, splits_of
+from .units import WHOLE, Split, check_splits, splits_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -86,6 +86,7 @@ GROUP_KEYS = frozenset(
         "rounding_seed",
         "rounding_step",
         "master_weights",
+        DTYPE_KEY,
         STEPS_KEY,
     )
 )
@@ -104,12 +105,8 @@ OPTIONAL_KEYS = {
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 # Keys of torch and torchtitan, allowed though without effect
 TOLERATED = frozenset(("name", "fused", "foreach", "differentiable", *SCHEDULED))
-# Names of own keys in other optimizers: always an error, never read
-ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
 # Options of torch.optim that change the result of a step, and are not implemented
 CHANGED = ("maximize", "amsgrad", "differentiable")
-RESEMBLES = 0.8  # difflib ratio from which an unknown key counts as a misspelt own key
-RESEMBLES_NS = 0.5  # the ratio for keys with the own prefix `ns_`
 # Name of an algorithm, as value of any key -> use_muon of a group stepped with the algorithm
 ALGORITHMS = {"adam": False, "adamw": False, "muon": True, "normuon": True}
 
@@ -213,7 +210,10 @@ def check_group(
     """
     rule = (ELEMENTWISE if is_adamw(group) else RULES).get(group.get("rule"))
     options = rule.options if rule else ()
-    _check_keys(group, {*GROUP_KEYS, *extra_keys, *options}, arguments or {})
+    # Matrices have the dtype of the optimizer
+    others = () if is_adamw(group) else (DTYPE_KEY,)
+    own = {*GROUP_KEYS, *extra_keys, *options}.difference(others)
+    _check_keys(group, own, arguments or {})
     check_numbers(group)
     for i, param in enumerate(group["params"]):
         if param.requires_grad or isinstance(param, UninitializedTensorMixin):
@@ -233,14 +233,14 @@ def _check_keys(group: dict, own: set[str], arguments: Mapping[str, object]) -> 
         text = f"{shortened(key)}={shortened(repr(value))}"
         if key in arguments:
             # An equal value contradicts nothing
-            if not _is_same(value, arguments[key]):
+            if not is_same(value, arguments[key]):
                 raise ValueError(
                     f"{text} is an argument of the optimizer, which holds for all groups and is "
                     f"{shortened(repr(arguments[key]))}: pass it to the optimizer, and remove the "
                     "key"
                 )
         elif key in CHANGED:
-            if not _is_false(value):
+            if not is_false(value):
                 raise ValueError(
                     f"{text} is not allowed: this optimizer has no such option; remove the key"
                 )
@@ -249,7 +249,7 @@ def _check_keys(group: dict, own: set[str], arguments: Mapping[str, object]) -> 
                 f"{text} is not allowed: only groups of NorMuon have it, and AdamW groups have "
                 "betas=(beta1, beta2); use NorMuon, or remove the key"
             )
-        elif key not in TOLERATED and (meant := _misspelt(key, own)):
+        elif key not in TOLERATED and (meant := misspelt(key, own)):
             raise ValueError(
                 f"unknown key {shortened(repr(key))}, which resembles {meant!r}; allowed are "
                 f"{', '.join(sorted(own))}: remove or rename it"
@@ -261,44 +261,6 @@ def _check_keys(group: dict, own: set[str], arguments: Mapping[str, object]) -> 
                 f"{text} names another algorithm than use_muon={not is_adamw(group)}, and only "
                 "use_muon has an effect: set use_muon, or rename the value"
             )
-
-
-def _misspelt(key: str, own: set[str]) -> str:
-    """The key of `own` most likely meant by an unknown key; "" without resemblance.
-
-    Compounds of an own key (lr_scale, base_momentum) are keys of schedulers and loggers: "".
-    """
-    low = key.lower().replace("-", "_").strip("_")
-    if low in own:
-        return low
-    if low in ALIASES:
-        return ALIASES[low]
-    if {"muon", "adam", "adamw"}.intersection(low.split("_")):
-        return "use_muon"
-    # Abbreviations of more than half of a key: "adjust_lr" means adjust_lr_fn, but "weight" need
-    # not mean weight_decay
-    if short := [
-        known for known in sorted(own) if known.startswith(f"{low}_") and 2 * len(low) > len(known)
-    ]:
-        return short[0]
-    # Not of `decay`: "weigth_decay" is no compound
-    if any(low.startswith(f"{known}_") or low.endswith(f"_{known}") for known in own - {"decay"}):
-        return ""
-    ratio = RESEMBLES_NS if low.startswith("ns_") else RESEMBLES
-    return next(iter(difflib.get_close_matches(low, sorted(own), 1, ratio)), "")
-
-
-def _is_same(value: object, other: object) -> bool:
-    """Whether two values of any type are equal; False for incomparable values."""
-    try:
-        return value is other or bool(value == other)
-    except (TypeError, ValueError, RuntimeError):  # the comparison of arrays has no truth value
-        return False
-
-
-def _is_false(value: object) -> bool:
-    """Whether the value of an option is None, False, 0 or a tensor of 0."""
-    return value is None or number_of(value) == 0
 
 
 def device_of(groups: Iterable[dict]) -> torch.device:
@@ -467,7 +429,7 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
             "with offload_state all state per element lies in host memory: leave one of them out"
         )
     if not group["use_muon"]:
-        return
+        return check_averages(group, options)
     rule = rule_of(group)
     is_8bit = is_quantized(options.state_dtype)
     check_rule_with_options(group, options.capturable, is_8bit, options.state_at_owners)
@@ -485,6 +447,36 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
                 checked.add(likeness)
             if callable(group["adjust_lr_fn"]):
                 check_scale_function(group["adjust_lr_fn"], split.shapes(param.shape), name)
+
+
+def check_averages(group: dict, options: MuonConfig) -> None:
+    """Raise ValueError for a wrong `state_dtype` of a group with use_muon=False, and
+    NotImplementedError, naming the parameter, for averages that cannot be in 8 bits.
+    """
+    dtype = group.get(DTYPE_KEY)
+    allowed = (None, torch.float32, torch.bfloat16, torch.int8)
+    require(any(dtype is one for one in allowed), DTYPE_KEY, dtype, f"one of {allowed}")
+    if not is_quantized(dtype):
+        return
+    rule = elementwise_of(group)
+    if not rule.quantized:
+        raise ValueError(
+            f"state_dtype=torch.int8 with rule={rule.name!r}: only AdamW keeps its averages in 8 "
+            "bits. Use state_dtype=torch.bfloat16, or leave the key out"
+        )
+    checked = set()
+    for number, param in enumerate(group["params"]):
+        likeness = param.shape, form_of(param)[3]
+        if param.requires_grad and is_8bit(group, param) and likeness not in checked:
+            checked.add(likeness)  # looks at every rank
+            name = name_of(group, number)
+            if options.offload_state:
+                raise NotImplementedError(
+                    f"parameter {name}: state_dtype=torch.int8 in a group with use_muon=False "
+                    "keeps averages on the device, but with offload_state all state per element "
+                    "lies in host memory: leave one of them out"
+                )
+            check_blocks(param, name, WHOLE, options.process_group, BLOCK)
 
 
 def check_blocks(

@@ -27,7 +27,7 @@ from ..params.layout import Layout, layout_of, ranks_of_group, row_chunks, this_
 from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable, splits_by_id
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
-from ..rules.elementwise import elementwise_of
+from ..rules.elementwise import averages_of, is_8bit
 from ..rules.muon import is_split
 from ..rules.rule import (
     Rule,
@@ -172,13 +172,13 @@ class Planner:
             return [self._matrices(groups, params, group_of)]
         # Chunks of a plan share all-to-all buffers, so a plan has a single dtype. Without chunks
         # only fp64 parameters are apart, since AdamW takes lr for them from the host, in fp64, and
-        # split weights, which have state of their own
+        # split weights and averages in 8 bits, which have state of their own
         by_dtype = {}
         for p, number in zip(params, group_of):
             key = (p.dtype == torch.float64,)
             if self.options.owner_keeps_state:
                 key = p.dtype, gradient_dtype(p)
-            key = *key, is_split(groups[number], p)
+            key = *key, is_split(groups[number], p), is_8bit(groups[number], p)
             by_dtype.setdefault(key, []).append((p, number))
         if self.options.owner_keeps_state:
             return [self._chunks(groups, *zip(*part)) for part in by_dtype.values()]
@@ -351,7 +351,10 @@ class Planner:
         ranks, layouts = self._ranks(), self._layouts(params, [WHOLE] * len(params))
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         dtype = group_state_dtype(groups[0], self.options.state_dtype)
-        state_dtype = state_device_and_dtype("exp_avg", params[0], dtype)[1]
+        # In 8 bits the two averages take a byte per element each, and their scales, of at most two
+        # blocks for 65 columns, less than a byte each
+        averages = averages_of(groups[group_of[0]], params[0])
+        state_dtype = state_device_and_dtype(averages[0], params[0], dtype)[1]
         inputs = ChunkPlanInputs(
             gradient_dtype(params[0]).itemsize,
             # Of split weights both halves are sent, joined
@@ -361,7 +364,7 @@ class Planner:
             state_dtype.itemsize,
             self.sends_once,
             self.options.grads_are_reduced,
-            len(elementwise_of(groups[0]).averages),
+            len(averages),
         )
         latency = latency_bytes(self.architecture)
         if self.options.overlap_backward:

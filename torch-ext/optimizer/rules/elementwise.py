@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..kernels.elementwise.weight_update import CAUTIOUS, RATE, TO_INITIAL
+from ..kernels.quantized.blocks import BLOCK, is_quantized
 from ..kernels.weights.split import join_into, split_into
 from .decay import DECOUPLED, INITIAL_KEY, form_of, rate_of
 from .muon import REST_KEY, is_split
@@ -30,6 +31,9 @@ _dtype = attrgetter("dtype")
 # Elements of tensors that are stepped as copies at a time; bounds the memory of the copies
 MAX_COPIED_ELEMENTS = 1 << 24
 DEFAULT = "adamw"  # rule of a group without the key
+# Key of a group with use_muon=False: dtype of its averages, None for the optimizer's. torch.int8
+# is the 8-bit format of kernels/quantized/adamw.py
+DTYPE_KEY = "state_dtype"
 
 
 class Members(NamedTuple):
@@ -51,6 +55,8 @@ class Elementwise:
     name: ClassVar[str]
     averages: ClassVar[tuple[str, ...]]  # keys of state with a number for each element
     counts: ClassVar[bool] = False  # whether each parameter has state `step`
+    # Keys in place of `averages` where these are in 8 bits; (): the rule has no such form
+    quantized: ClassVar[tuple[str, ...]] = ()
     # Keys of its groups besides those of every group, with defaults
     options: ClassVar[dict[str, Any]] = {}
     reads: ClassVar[tuple[str, ...]] = ()  # keys with a number, or a pair, for `constants`
@@ -86,6 +92,17 @@ class Elementwise:
         """Step W and state in place; return tensors with the signs of the update, read for
         decay="cautious". G stays unchanged.
         """
+        raise NotImplementedError
+
+    def step_quantized(
+        self,
+        W: Tensors,
+        G: Tensors,
+        states: Sequence[Tensors],
+        group: Mapping[str, Any],
+        scalars: torch.Tensor | None,
+    ) -> None:
+        """Compute `step` of the module for averages in 8 bits; arguments as there."""
         raise NotImplementedError
 
 
@@ -130,12 +147,39 @@ def step_size(group: Mapping[str, Any]) -> float:
     return lr * float(group["radius"]) if elementwise_of(group).has_radius else lr
 
 
+def is_8bit(group: Mapping[str, Any], param: torch.Tensor) -> bool:
+    """Return whether the averages of a parameter of a group are in 8 bits. Parameters with fewer
+    than two dims, or with rows shorter than a block, are small or would gain little: they keep
+    averages in fp32, as does fp64.
+    """
+    if group["use_muon"] or not is_quantized(group.get(DTYPE_KEY)):
+        return False
+    has_blocks = param.ndim > 1 and param.shape[-1] >= BLOCK and param.dtype != torch.float64
+    return has_blocks and bool(elementwise_of(group).quantized)
+
+
+def averages_of(group: Mapping[str, Any], param: torch.Tensor) -> tuple[str, ...]:
+    """Return the keys of the averages of a parameter of a group: in 8 bits those of numbers and
+    scales.
+    """
+    rule = elementwise_of(group)
+    return rule.quantized if is_8bit(group, param) else rule.averages
+
+
+def first_average(states: Sequence[Tensors]) -> tuple[Tensors, Tensors]:
+    """Return (first averages of parameters, their scales in 8 bits, else ()). `states`: lists of
+    the state of `averages_of`, or more.
+    """
+    first = states[0]
+    return (first, states[2]) if first and is_quantized(first[0].dtype) else (first, ())
+
+
 def state_keys_of(group: Mapping[str, Any], param: torch.Tensor) -> tuple[str, ...]:
     """Return the keys of state that a step of a parameter reads, in the order of `states` of
     `step`.
     """
-    rule = elementwise_of(group)
-    keys = (*rule.averages, "step") if rule.counts else rule.averages
+    averages = averages_of(group, param)
+    keys = (*averages, "step") if elementwise_of(group).counts else averages
     keys = (*keys, INITIAL_KEY) if form_of(group) == TO_INITIAL else keys
     return (*keys, REST_KEY) if is_split(group, param) else keys
 
@@ -182,6 +226,8 @@ def step(
     weights.
     """
     rule = elementwise_of(group)
+    if W and is_quantized(states[0][0].dtype):  # all averages are in 8 bits, or none is
+        return rule.step_quantized(W, G, states, group, scalars)
     count = 2 + len(rule.averages)  # tensors of a member that have to be alike
     straight = list(zip(W, G, *states))
     copied = []

@@ -16,26 +16,32 @@ of Muon are fused kernels (kernels/elementwise/), used by every rule that does n
 
 State, by the part of a parameter (..., R, C) that one number belongs to:
 
-| key               | rules                  | a number per | shape       | dtype                  |
-|-------------------|------------------------|--------------|-------------|------------------------|
-| `momentum_buffer` | of matrices; sign      | element      | (..., R, C) | `state_dtype`, or fp64 |
-| `momentum_sum`    | of matrices            | element      | (..., R, C) | `state_dtype`          |
-| `momentum_scale`  | of matrices            | block        | see below   | fp32                   |
-| `second_moment`   | NorMuon                | row          | (..., R, 1) | fp32                   |
-| keys of a `Rule`  | its own                | see `State`  | see `State` | see `State`            |
-| `exp_avg`         | adamw, lion            | element      | (..., R, C) | `state_dtype`, or fp64 |
-| `exp_avg_sq`      | adamw                  | element      | (..., R, C) | `state_dtype`, or fp64 |
-| `step`            | adamw                  | parameter    | ()          | fp32                   |
-| `initial_weight`  | all                    | element      | (..., R, C) | of the weight          |
-| `weight_rest`     | all                    | element      | (..., R, C) | int16                  |
+| key                | rules             | a number per | shape       | dtype                  |
+|--------------------|-------------------|--------------|-------------|------------------------|
+| `momentum_buffer`  | of matrices; sign | element      | (..., R, C) | `state_dtype`, or fp64 |
+| `momentum_sum`     | of matrices       | element      | (..., R, C) | `state_dtype`          |
+| `momentum_scale`   | of matrices       | block        | see below   | fp32                   |
+| `second_moment`    | NorMuon           | row          | (..., R, 1) | fp32                   |
+| keys of a `Rule`   | its own           | see `State`  | see `State` | see `State`            |
+| `exp_avg`          | adamw, lion       | element      | (..., R, C) | `state_dtype`, or fp64 |
+| `exp_avg_sq`       | adamw             | element      | (..., R, C) | `state_dtype`, or fp64 |
+| `exp_avg_8bit`     | adamw             | element      | (..., R, C) | int8                   |
+| `exp_avg_sq_8bit`  | adamw             | element      | (..., R, C) | uint8                  |
+| `exp_avg_scale`    | adamw             | block        | see below   | fp32                   |
+| `exp_avg_sq_scale` | adamw             | block        | see below   | fp32                   |
+| `step`             | adamw             | parameter    | ()          | fp32                   |
+| `initial_weight`   | all               | element      | (..., R, C) | of the weight          |
+| `weight_rest`      | all               | element      | (..., R, C) | int16                  |
 
 `momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`, and in sgd. Only
 groups with `decay="initial"` keep `initial_weight`, and only bf16 parameters with
 `master_weights="split16"` a `weight_rest`. `state_dtype` is fp32, bf16 or int8; state of fp64
 parameters is fp64. `momentum_scale` exists only with int8, of shape (..., R, ceil(C / 64)), see
-kernels/quantized/blocks.py; groups with use_muon=False keep fp32. State is sharded like the
-parameter; state per parameter is equal on every rank. Rules of groups with use_muon=False step
-weight and state in a single elementwise phase (elementwise.py), and are no `Rule`.
+kernels/quantized/blocks.py; groups with use_muon=False keep fp32. Groups of AdamW with a key
+`state_dtype` of int8 keep the four states in 8 bits in place of `exp_avg` and `exp_avg_sq`, with
+scales of that shape, see `elementwise.is_8bit`. State is sharded like the parameter; state per
+parameter is equal on every rank. Rules of groups with use_muon=False step weight and state in a
+single elementwise phase (elementwise.py), and are no `Rule`.
 
 A rule reads two kinds of numbers. `host_constants` are arguments of launches; a CUDA graph keeps
 the values of its capture, so a change means a new capture. `device_scalars` are uploaded before a
@@ -61,7 +67,7 @@ from ..newton_schulz import coefficients
 from ..newton_schulz.selection import Selection
 from ..params.units import WHOLE, Split
 from .decay import INITIAL_KEY, form_of, rate_of
-from .elementwise import elementwise_of, step_size
+from .elementwise import DTYPE_KEY, averages_of, elementwise_of, step_size
 from .muon import (
     MASTER_KEY,
     MOMENTUM_FORMS,
@@ -297,10 +303,17 @@ STATES: dict[str, State] = {
     SUM_KEY: State(SUM_KEY),
     REST_KEY: State(REST_KEY, "element", torch.int16),
     SCALE_KEY: State(SCALE_KEY, "block"),
+    "exp_avg_8bit": State("exp_avg_8bit", "element", torch.int8),
+    "exp_avg_sq_8bit": State("exp_avg_sq_8bit", "element", torch.uint8),
+    "exp_avg_scale": State("exp_avg_scale", "block"),
+    "exp_avg_sq_scale": State("exp_avg_sq_scale", "block"),
 }
+WIDE_KEYS = "exp_avg", "exp_avg_sq"
+# Keys of AdamW in place of WIDE_KEYS: numbers of each, then scales of each
+QUANTIZED_KEYS = "exp_avg_8bit", "exp_avg_sq_8bit", "exp_avg_scale", "exp_avg_sq_scale"
 # Keys of Muon, NorMuon and elementwise rules, which a state may have from an earlier use of its
 # parameter
-BASE_KEYS = frozenset(("momentum_buffer", SCALE_KEY, "second_moment", "exp_avg", "exp_avg_sq"))
+BASE_KEYS = frozenset(("momentum_buffer", SCALE_KEY, "second_moment", *WIDE_KEYS, *QUANTIZED_KEYS))
 # Kinds of pieces in planning/rank_plan.py, and keys of AdamW and of checkpoints
 RESERVED_KEYS = ("matrix", "weight", "chunk", "step", "param", "params", OWNERS_KEY)
 
@@ -555,18 +568,26 @@ def state_keys(group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> 
 
 
 def keys_of(group: Mapping[str, Any], param: torch.Tensor, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the keys of the state of a parameter of a group: `state_keys`, and REST_KEY of a split
-    weight.
+    """Return the keys of the state of a parameter of a group: `state_keys`, those of averages in 8
+    bits in place of the averages, and REST_KEY of a split weight.
     """
     keys = state_keys(group, dtype)
+    if not group["use_muon"]:
+        wide, averages = elementwise_of(group).averages, averages_of(group, param)
+        keys = (*(key for key in keys if key not in wide), *averages)
     return (*keys, REST_KEY) if is_split(group, param) else keys
 
 
 def group_state_dtype(group: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of momentum and averages of a group. `dtype`: the option `state_dtype`, of
-    which 8 bits hold for the momentum of matrices only.
+    which 8 bits hold for the momentum of matrices only. In a group whose averages are in 8 bits,
+    fp32, for parameters that keep wide ones.
     """
-    return torch.float32 if is_quantized(dtype) and not group["use_muon"] else dtype
+    if group["use_muon"]:
+        return dtype
+    own = group.get(DTYPE_KEY)
+    dtype = dtype if own is None else own
+    return torch.float32 if is_quantized(dtype) else dtype
 
 
 def is_offloaded(key: str) -> bool:

@@ -40,6 +40,7 @@ from ..rules.rule import (
     state_keys,
     state_shape,
 )
+from .momentum.averages import adopt_averages
 
 # Begin of messages after a failed step
 INCONSISTENT = (
@@ -327,6 +328,7 @@ def create_state(
     # The rest of a weight that is not split any more is stale, too
     if REST_KEY not in keys:
         state.pop(REST_KEY, None)
+    adopt_averages(state, keys, param, dtype)
     for key in keys:
         device, key_dtype = state_device_and_dtype(key, param, dtype, offloads)
         # None: the parameter's

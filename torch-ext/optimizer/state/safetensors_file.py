@@ -26,7 +26,8 @@ from ..params.param_groups import clean_names
 from ..params.units import splits_of
 from ..params.validation import OPTIONAL_KEYS, TOLERATED, check_group
 from ..rules.muon import REST_KEY
-from ..rules.rule import SCALE_KEY, all_state_keys, keys_of
+from ..rules.rule import SCALE_KEY, all_state_keys
+from .momentum.averages import loaded_keys, wide_if_needed
 from .momentum.conversion import converted
 from .state_dict import (
     KINDS,
@@ -465,9 +466,11 @@ def _saved_group(
     for param, name, split in zip(group["params"], params, splits_of(group)):
         if name in states:
             states[name] = converted(states[name], rule, options, name, split, dtype)
+            states[name] = wide_if_needed(states[name], rule, param, name)
         # 8-bit momentum that an optimizer of another dtype loads has no scales any more
         is_8bit = SCALE_KEY in states.get(name, ())
-        keys = keys_of(rule, param, QUANTIZED if is_8bit else torch.float32)
+        own_dtype = QUANTIZED if is_8bit else torch.float32
+        keys = loaded_keys(rule, param, own_dtype, states.get(name))
         was_muon = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was_muon != bool(group["use_muon"]):
             raise ValueError(

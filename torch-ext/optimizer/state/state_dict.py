@@ -9,13 +9,11 @@ optimizer's dtypes and placements. `options_of` and `check_state` serve safetens
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..communication.redistribute import place_like
 from ..kernels.quantized.blocks import is_quantized
@@ -28,18 +26,20 @@ from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
 from ..rules.decay import INITIAL_KEY
-from ..rules.elementwise import DEFAULT, elementwise_of
+from ..rules.elementwise import DEFAULT, DTYPE_KEY, elementwise_of, is_8bit
 from ..rules.muon import REST_KEY, SETTLED, STEPS_KEY, SUM_KEY
 from ..rules.rule import (
     OWNERS_KEY,
+    QUANTIZED_KEYS,
     SCALE_KEY,
+    WIDE_KEYS,
     all_state_keys,
     group_state_dtype,
-    keys_of,
     state_device_and_dtype,
     state_shape,
 )
 from .consolidated import refuse_elsewhere
+from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
@@ -48,9 +48,9 @@ from .weights.split import check_place, check_rest, warn_of_rests
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
 ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
-# Keys of a group that loading never changes. `split` and `transposed` describe the
-# model, so the optimizer's own values stay.
-SPLITS = "split", "transposed"  # missing from groups without a split
+# Keys of a group that loading never changes. `split` and `transposed` describe the model, and
+# `state_dtype` the form that loaded averages get, so the optimizer's own values stay.
+SPLITS = "split", "transposed", DTYPE_KEY  # missing from groups to which they were not given
 LABELS = ("param_names", "name", *SPLITS)
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
 
@@ -73,7 +73,7 @@ def called_by_checkpoint() -> bool:
 
 
 def without_splits(state_dict: dict) -> dict:
-    """Return a state dict whose groups hold {} as `split` and `transposed`.
+    """Return a state dict whose groups hold {} as values of SPLITS.
 
     torch.distributed.checkpoint refuses a checkpoint that lacks a value of the optimizer: with {},
     which has no value, a checkpoint from before the split was set loads. The keys stay, since the
@@ -446,7 +446,8 @@ def _checked(
     unless the state fits. `saved`: the saved group.
     """
     state = converted(state, group, saved, name, split, options.state_dtype)
-    check_state(param, keys_of(group, param, options.state_dtype), name, state, split)
+    state = wide_if_needed(state, group, param, name)
+    check_state(param, loaded_keys(group, param, options.state_dtype, state), name, state, split)
     return state
 
 
@@ -512,6 +513,8 @@ def check_state(
         )
         if key == REST_KEY:
             check_rest(dtype, name)
+        elif key in QUANTIZED_KEYS:
+            check_dtype(key, dtype, name)
         elif not (dtype.is_floating_point or is_count or is_8bit):
             raise ValueError(
                 f"{key} of parameter {name} has dtype {dtype} in the state, but it needs a "
@@ -519,22 +522,7 @@ def check_state(
                 + way_out(key, dtype)
             )
     if "step" in keys and "step" in state:
-        _check_step_count(as_tensor(state["step"]), name)
-
-
-def _check_step_count(step: torch.Tensor, name: str) -> None:
-    """Raise ValueError unless AdamW's step count is a whole number >= 0. Waits for the device."""
-    step = local_of(step)
-    # Without values, as of a model on the meta device
-    if step.is_meta or isinstance(step, FakeTensor):
-        return
-    count = float(step)
-    if not (0 <= count < math.inf and count.is_integer()):
-        raise ValueError(
-            f"step of parameter {name} is {count} in the state, but AdamW's count of "
-            "steps must be a whole number >= 0: the state is damaged; load another "
-            "checkpoint, or remove the parameter's state to begin anew"
-        )
+        check_step_count(as_tensor(state["step"]), name)
 
 
 def _check_param_kind(name: str, group: dict, saved: dict) -> None:
@@ -639,7 +627,8 @@ def _restored_state(
     restored = {}
     offloads = bool(options.offload_state)
     momentum_dtype = group_state_dtype(group, options.state_dtype)
-    for key in [k for k in keys_of(group, param, momentum_dtype) if k in state]:
+    keys = loaded_keys(group, param, momentum_dtype, state)
+    for key in [k for k in keys if k in state]:
         device, dtype = state_device_and_dtype(key, param, momentum_dtype, offloads)
         value = as_tensor(state[key]).detach()
         if key == "step":
@@ -664,4 +653,5 @@ def _restored_state(
         if to_8_bits:
             scales_shape = state_shape(param, SCALE_KEY, split)
             restored[key], restored[SCALE_KEY] = in_8_bits(restored[key], scales_shape, split)
-    return restored
+    becomes_8bit = is_8bit(group, param) and set(WIDE_KEYS) <= set(restored)
+    return narrowed(restored, param) if becomes_8bit else restored

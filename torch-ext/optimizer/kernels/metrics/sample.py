@@ -22,6 +22,7 @@ from ..backend import use_triton
 from ..elementwise.multi_tensor import BLOCK as SLOTS
 from ..elementwise.multi_tensor import ELEMENTS, Launch, Squares, run, total_square, write_squares
 from ..launch.jit import jit
+from ..quantized.adamw import wide_momenta
 from ..weights.split import joined_tile, wide_copies, wide_weights
 
 tl = None  # Triton's language, put here by jit
@@ -122,7 +123,8 @@ class SampledSquares:
     weights of the sample, and one adds up after the step. Elements of the sample are read four
     times in all, and written once: 20 bytes in fp32.
 
-    Kernels need contiguous tensors of fp32, bf16 or fp16; torch computes the sums of others.
+    Kernels need contiguous tensors of fp32, bf16 or fp16; torch computes the sums of others, of
+    momenta in 8 bits from an fp32 copy.
     """
 
     def __init__(
@@ -132,14 +134,16 @@ class SampledSquares:
         old: Weights,
         new: Weights,
         M: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor] = (),
     ) -> None:
         """`squares`: filled by each call, with a rectangle for each tensor. `regions`: of each
         tensor. `old`, `new`: weights before and after the step, the same memory or not. `M`:
-        momenta after it. Tensors are at fixed addresses.
+        momenta after it. `scales`: of momenta in 8 bits, else (). Tensors are at fixed addresses.
         """
         self.old = old
         self.new = new
         self.M = M
+        self.scales = scales
         device = M[0].device
         lists = [*old.lists(), *new.lists(), M]
         tensors = [t for some in lists for t in some]
@@ -172,7 +176,8 @@ class SampledSquares:
         """Write the sums; after the step. `saved`: of `save`, overwritten."""
         if self.adds is None:
             W, rests = self.new.part(self.indices)
-            M = _part_of(self.M, self.indices)
+            M = wide_momenta(self.M, self.scales) if self.scales else self.M
+            M = _part_of(M, self.indices)
             return write_squares(*self.rows, saved, wide_weights(W, rests), M)
         for launch, rows in zip(self.adds, self.rows):
             run(_add_kernel, launch, saved, rows, SPLIT=bool(self.new.rests))
