@@ -58,7 +58,9 @@ class OffloadedState:
     """Base class, before an update of bucket_updates.py: binds launches on state in parts."""
 
     def __init__(self, inputs: BucketInputs) -> None:
-        self.packed: set[Piece] = set()  # pieces whose momentum is written before their weight
+        self.packed_pieces: set[Piece] = (
+            set()
+        )  # pieces whose momentum is written before their weight
         self.without_momentum = False  # the weight update that is bound now leaves momentum out
         super().__init__(inputs)
 
@@ -83,7 +85,7 @@ class OffloadedState:
         if self.store.shown is not None:  # inside of a part
             return bind(pieces, to, means)
         if self.update_momentum_early:
-            self.packed.update(pieces)
+            self.packed_pieces.update(pieces)
         # Launches are bound later: updates of weights find these pieces selected already
         self.selected_pieces.bind(pieces)
 
@@ -102,7 +104,7 @@ class OffloadedState:
         bind = super()._bind_weight_update
         if self.store.shown is not None:
             return bind(pieces, orthogonal, means)
-        leaves_out = bool(pieces) and self.packed.issuperset(pieces)
+        leaves_out = bool(pieces) and self.packed_pieces.issuperset(pieces)
         has_momentum = not leaves_out and self._has_momentum(pieces, means)
         keys = [momentum_key(self.group)] if has_momentum else []
         keys += [INITIAL_KEY] if form_of(self.group) == TO_INITIAL else []
@@ -211,7 +213,7 @@ class OffloadedLocalUpdate(OffloadedState, LocalUpdate):
     def __init__(self, inputs: BucketInputs) -> None:
         super().__init__(inputs)
         self.is_packed = False  # U is written, or about to be
-        self.packed = inputs.store.scheduler.streams.event("packed")
+        self.packed_event = inputs.store.scheduler.streams.event("packed")
         if inputs.stack_name is not None:
             inputs.store.scheduler.bucket_refs.append(weakref.ref(self))
 
@@ -221,7 +223,7 @@ class OffloadedLocalUpdate(OffloadedState, LocalUpdate):
         """
         if not self.is_packed:
             self.is_packed = True
-            with self.store.scheduler.packing(self.packed):
+            with self.store.scheduler.packing(self.packed_event):
                 super()._run_pack(self.pack_all, host_constants(self.group))
 
     def begin_step(self) -> None:
@@ -239,7 +241,7 @@ class OffloadedLocalUpdate(OffloadedState, LocalUpdate):
             return super()._run_pack(pack, constants, gradients)
         for bucket in buckets[(at := buckets.index(self)) : at + 2]:
             bucket.pack_early()
-        self.store.scheduler.wait_for(self.packed)
+        self.store.scheduler.wait_for(self.packed_event)
         self.is_packed = False
 
 
@@ -250,7 +252,7 @@ class OffloadedShardedUpdate(OffloadedState, ShardedUpdate):
 
     def __init__(self, inputs: BucketInputs) -> None:
         super().__init__(inputs)
-        self.packed = inputs.store.scheduler.streams.event("packed")
+        self.packed_event = inputs.store.scheduler.streams.event("packed")
 
     def before_inbound(self) -> contextlib.AbstractContextManager:
         """See `OwnerUpdate`. During backward, launches stay on its stream, and a selection uses
@@ -258,11 +260,11 @@ class OffloadedShardedUpdate(OffloadedState, ShardedUpdate):
         """
         if self.options.overlap_backward or self.selection is not None:
             return super().before_inbound()
-        return self.store.scheduler.packing(self.packed)
+        return self.store.scheduler.packing(self.packed_event)
 
     def orthogonalize(self, constants: MuonConstants) -> None:
         """See `ShardedUpdate`."""
-        self.store.scheduler.wait_for(self.packed)
+        self.store.scheduler.wait_for(self.packed_event)
         super().orthogonalize(constants)
 
 
@@ -376,7 +378,7 @@ class OffloadedElementwiseUpdate(ElementwiseUpdate):
             self.rows = store.collector.of_parts([i for i, _ in at_home + away])
         self.at_home = self._bind(at_home, None, 0) if at_home else None
         self.launch = InParts(store, self._parts(away, len(at_home)))
-        self.packed = store.scheduler.streams.event("packed")
+        self.packed_event = store.scheduler.streams.event("packed")
 
     def _members(self, number: int) -> list[Member]:
         """Cut a parameter whose state is larger than a slot."""
@@ -460,7 +462,7 @@ class OffloadedElementwiseUpdate(ElementwiseUpdate):
         # The first Newton-Schulz waits for U
         for bucket in scheduler.buckets[:1]:
             bucket.pack_early()
-        with scheduler.packing(self.packed):
+        with scheduler.packing(self.packed_event):
             self._launch(group)
 
     def _launch(self, group: dict) -> None:
