@@ -178,7 +178,7 @@ def line(key: tuple, peer: str, about: tuple[str, str], pairs: list[tuple[dict, 
     """One line of the table: a package beside ours at one commit."""
     ratios = [float(row["median_ms"]) / float(ours["median_ms"]) for ours, row in pairs]
     memory = [float(row["memory_mib"]) / float(ours["memory_mib"]) for ours, row in pairs
-              if row["memory_mib"] and float(ours["memory_mib"] or 0)]
+              if float(row["memory_mib"] or 0) and float(ours["memory_mib"] or 0)]
     errors = [statistics.median(float(row["error"]) for row in side if row["error"]) for side in zip(*pairs)]
     version = pairs[-1][1]["version"]
     slower = sum(ratio < 0.99 for ratio in ratios)

@@ -125,7 +125,7 @@ def on_gpus(rank, world):
     """Launched, captured and replayed, in parts and as a whole; large matrices beside small ones."""
     place, shapes = by_rows(world, "cuda"), [*SHAPES, (512, 384), (256, 1024)]
     ways = {**WAYS, "capturable": ({"capturable": True}, {})}
-    ways["many buckets"] = {"workspace_bytes": 4 << 20, "rule": "hyperball"}, {}
+    ways["many buckets"] = {"workspace_bytes": 9 << 20, "rule": "hyperball"}, {}
     return {way: both(place, range(4), {"shapes": shapes, **options}, **gradients)[0]
             for way, (options, gradients) in ways.items()}
 

@@ -690,18 +690,6 @@ def test_graphs_are_never_captured(monkeypatch):
 # On a GPU
 
 
-def timed(opt, params, steps=3):
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    torch.cuda.synchronize()
-    ends[0].record()
-    for _ in range(steps):
-        opt.step()
-    ends[1].record()
-    opt.wait()
-    torch.cuda.synchronize()
-    return ends[0].elapsed_time(ends[1]) / steps
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"overlap_forward": True}, {"rule": "adamuon"}, {"nonfinite": "skip"},
                                      {"state_dtype": torch.bfloat16}], ids=str)
@@ -727,11 +715,11 @@ def test_equal_bits_on_a_gpu_over_many_steps(options, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_memory_and_time_on_a_gpu(monkeypatch):
-    """State takes no memory of the GPU but slots; transfers take about what PCIe takes for them."""
+def test_memory_on_a_gpu(monkeypatch):
+    """State takes no memory of the GPU but slots. benchmarks/step.py has the times."""
     monkeypatch.undo()
     shapes = [(4096, 4096)] * 16
-    peaks, times = [], []
+    peaks = []
     for offload_state in (False, True):
         gc.collect()
         torch.cuda.empty_cache()
@@ -741,7 +729,9 @@ def test_memory_and_time_on_a_gpu(monkeypatch):
         opt.step()
         opt.step()
         torch.cuda.reset_peak_memory_stats()
-        times.append(timed(opt, params))
+        opt.step()
+        opt.wait()
+        torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
         state = sum(t.nbytes for p in params for t in opt.state[p].values())
         report = opt.memory_report()
@@ -749,15 +739,3 @@ def test_memory_and_time_on_a_gpu(monkeypatch):
     assert peaks[0] - peaks[1] >= 0.9 * state
     slots = sum(row.nbytes for row in report.rows if "slots" in row.what)
     assert slots + report.bytes_of("state", where="device") <= 0.05 * state / 4
-    flat = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    host = torch.empty(256 << 20, dtype=torch.uint8).pin_memory()
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    ends[0].record()
-    for _ in range(4):
-        flat.copy_(host, non_blocking=True)
-    ends[1].record()
-    torch.cuda.synchronize()
-    transfer = ends[0].elapsed_time(ends[1]) / 4 * state / host.nbytes
-    print(f"step {times[0]:.2f} ms, offloaded {times[1]:.2f} ms, {state / 1e9:.2f} GB one way {transfer:.2f} ms")
-    # Both directions at once, beside Newton-Schulz
-    assert times[1] <= 1.6 * max(transfer, times[0]) + 2

@@ -332,7 +332,7 @@ def _bytes_at(
     """Return key of a row -> bytes at a rank. `plans`: with the buckets of the rank. `numbers`: id
     of a group -> number of the group.
     """
-    found = Counter()
+    found, offloaded = Counter(), 0  # elements of parameters with offloaded state
     kept = KeptBytes(options.offload_state) if options.offload_state else None
     for plan in plans:
         for i, param in enumerate(plan.params):
@@ -341,14 +341,17 @@ def _bytes_at(
             dtypes = {"weights": param.dtype, "gradients": gradient_dtype(param)}
             for kind, dtype in dtypes.items():
                 found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
+            state = Counter()
             for key in keys_of(plan.group_at(i), param, options.state_dtype):
-                found.update(_state_at(rank, plan, i, key, number, options, kept))
+                state.update(_state_at(rank, plan, i, key, number, options, kept))
+            found.update(state)
+            offloaded += numel * any(key[-1] == "host" and n for key, n in state.items())
         if not plan.group["use_muon"]:
             # Plans, and the buckets of a plan, are stepped in turn
             for members in _stepped_at(rank, plan):
                 found[COPIES] = max(found[COPIES], _copied_bytes(members, plan, options))
-    if nbytes := sum(n for key, n in found.items() if key[0] == "state" and key[-1] == "host"):
-        found[SLOT_ROW] += math.prod(slots_for(nbytes)) * (kept is not None)
+    if offloaded:
+        found[SLOT_ROW] += math.prod(slots_for(offloaded)) * (kept is not None)
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes

@@ -144,8 +144,7 @@ def step_together(parts: Sequence[Part]) -> list[GroupParams]:
         by_ranks = bucket_sort_key(() if process_group is None else ranks_of_group(process_group))
         key = by_ranks, 2, number, ""
         if not group["use_muon"] and options.owner_keeps_state:
-            form = elementwise_of(group).name, group.get(DTYPE_KEY)
-            key = by_ranks, 1, 0, repr(form)
+            key = by_ranks, 1, 0, repr((elementwise_of(group).name, group.get(DTYPE_KEY)))
         if group["use_muon"]:
             scale = group["adjust_lr_fn"]
             if callable(scale):  # equal factors, in place of the address of the function
@@ -202,8 +201,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["adjust_lr_fn"],
         form_of_decay(group),
         (is_sum(group), is_corrected(group), is_stochastic(group)),
-        group.get("master_weights"),
-        group.get(DTYPE_KEY),
+        (group.get("master_weights"), group.get(DTYPE_KEY)),
         (rule_of if group["use_muon"] else elementwise_of)(group),
         group["use_muon"] and sends_signs(group),
         selection,

@@ -86,6 +86,7 @@ GROUP_KEYS = frozenset(
         "rounding_seed",
         "rounding_step",
         "master_weights",
+        DTYPE_KEY,
         STEPS_KEY,
     )
 )
@@ -210,8 +211,9 @@ def check_group(
     rule = (ELEMENTWISE if is_adamw(group) else RULES).get(group.get("rule"))
     options = rule.options if rule else ()
     # Matrices have the dtype of the optimizer
-    own = (DTYPE_KEY,) if is_adamw(group) else ()
-    _check_keys(group, {*GROUP_KEYS, *extra_keys, *options, *own}, arguments or {})
+    others = () if is_adamw(group) else (DTYPE_KEY,)
+    own = {*GROUP_KEYS, *extra_keys, *options}.difference(others)
+    _check_keys(group, own, arguments or {})
     check_numbers(group)
     for i, param in enumerate(group["params"]):
         if param.requires_grad or isinstance(param, UninitializedTensorMixin):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -17,12 +16,6 @@ import torch
 
 # Every state begins at a multiple, in bytes: the widest access of a kernel, and cache lines
 ALIGNMENT = 256
-# The order of copies and kernels is tested by a model of streams and events, not yet on a GPU
-UNTRIED = (
-    "offload_state has run on CPUs only: no test has run its copies on a GPU yet. Before you rely "
-    "on it, compare the weights of some steps with those of a run without offload_state: they are "
-    "equal to the last bit"
-)
 PORTABLE = 1  # flag of cudaHostRegister: pinned for every context of the process
 
 
@@ -33,9 +26,6 @@ class HostMemory:
         """`sizes`: bytes of each state. `device`: of the parameters. Raises RuntimeError if a GPU
         cannot pin the memory.
         """
-        if device.type == "cuda":
-            # Once a process, by Python's filter of warnings
-            warnings.warn(UNTRIED, stacklevel=2)
         padded = [nbytes + -nbytes % ALIGNMENT for nbytes in sizes]
         # Of each state, then the end
         self.starts = list(itertools.accumulate(padded, initial=0))

@@ -22,13 +22,16 @@ from .updates import OFFLOADED_UPDATES, OffloadedElementwiseUpdate
 # Bytes of a slot. A part costs the host tens of microseconds of calls: as long as PCIe takes for
 # some MiB
 LEAST_SLOT, MOST_SLOT = 4 << 20, 16 << 20
-# All slots together are this part of the state: 0.05 bytes per parameter of AdamW in fp32
-SLOT_SHARE = 160
+# Elements of parameters with offloaded state for each byte of all slots: 0.042 bytes an element.
+# With the state per row, these are at most 0.05
+ELEMENTS_PER_BYTE = 24
 
 
-def slots_for(state_bytes: int) -> tuple[int, int]:
-    """Return (bytes of each slot, number of slots) for `state_bytes` of offloaded state."""
-    share = state_bytes // SLOT_SHARE
+def slots_for(elements: int) -> tuple[int, int]:
+    """Return (bytes of each slot, number of slots). `elements`: of the parameters with offloaded
+    state.
+    """
+    share = elements // ELEMENTS_PER_BYTE
     nbytes = min(MOST_SLOT, max(LEAST_SLOT, share // LEAST_SLOTS))
     nbytes -= nbytes % ALIGNMENT
     return nbytes, max(LEAST_SLOTS, share // nbytes)
@@ -48,7 +51,7 @@ class Offload(StatePlace):
 
     def begin(self, device: torch.device) -> None:
         """Begin to bind a step: its parts are fetched into new slots."""
-        slots = slots_for(self.host.step_bytes)
+        slots = slots_for(self.host.elements)
         self.scheduler = Scheduler(streams_for(device, self.streams), device, *slots)
 
     def store(self, plan: Plan, state: dict, inputs: PlanInputViews) -> OffloadStore:

@@ -99,7 +99,7 @@ class HostState:
     def __init__(self, options: MuonConfig) -> None:
         self.options = options
         self.memory = HostBlocks()
-        self.step_bytes = 0  # of the states in host memory that the bound step reads
+        self.elements = 0  # of parameters whose state in host memory the bound step reads
         # Places that no state has had yet: (block, number in it, bytes)
         self.unused: dict[StateId, tuple[HostMemory, int, int]] = {}
 
@@ -116,7 +116,7 @@ class HostState:
         self._forget_others({id(p) for group in groups for p in group["params"]})
         device = device_of(groups)
         entries = sorted(self._entries(plans, state, device), key=lambda entry: entry.order)
-        self.step_bytes = sum(entry.local.nbytes for entry in entries)
+        self.elements = sum({id(one.param): one.local.numel() for one in entries}.values())
         moved = self._elsewhere(entries)
         new = {one.id: one.local.nbytes for one in moved if not self._has_room(one)}
         if new:
