@@ -566,22 +566,30 @@ def table(rows: list[dict[str, str]]) -> list[str]:
     found = {name: best for name in OPTIMIZERS if (best := best_rows(rows, name))}
     losses = {name: [float(row["heldout_loss"]) for row in best] for name, best in found.items()}
     target = statistics.mean(losses["adamw"]) if "adamw" in losses else None
-    heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "less muon's loss",
-             "step ms", "optimizer ms")
-    lines = [f"| {' | '.join(heads)} | MiB |", "|---" * (len(heads) + 1) + "|"]
+    heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "less muon's",
+             "step ms", "optimizer ms", "MiB", "GPU")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in sorted(found, key=lambda name: statistics.mean(losses[name])):
         best, spread = found[name], f"{statistics.stdev(losses[name]):.4f}" if len(losses[name]) > 1 else ""
         share = None
         if target is not None and name != "adamw":
             share = share_to_reach(mean_curve(best), target, int(best[0]["steps"]))
         tokens = "" if share is None else f"{share * int(best[0]['tokens']) / 1e6:.1f} M, {100 * share:.0f} %"
-        keys = "step_ms", "optimizer_ms", "peak_mib"
-        figures = (statistics.median(float(row[key]) for row in best) for key in keys)
+        # Times of two GPUs have no meaning together: those of the newest row's
+        last = best[-1]
+        alike = [row for row in best if all(row[key] == last[key] for key in ("gpu", "commit", "torch"))]
+        whole, own, memory = (statistics.median(float(row[key]) for row in alike)
+                              for key in ("step_ms", "optimizer_ms", "peak_mib"))
         cells = (name, f"{float(best[0]['lr']):g}", str(len(best)), f"{statistics.mean(losses[name]):.4f}", spread,
                  tokens, beside(best, found["muon"])[1] if "muon" in found and name != "muon" else "",
-                 *(f"{figure:.2f}" for figure in figures))
+                 f"{whole:.2f}", f"{own:.2f}", f"{memory:.0f}", short_name(last["gpu"]))
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, *parity(rows)]
+
+
+def short_name(gpu: str) -> str:
+    """The name of a GPU as tables have it."""
+    return gpu.replace("NVIDIA ", "").replace(" 80GB HBM3", "")
 
 
 def gaps_of(rows: list[dict[str, str]], others: list[dict[str, str]]) -> list[float]:

@@ -3,9 +3,9 @@
     python benchmarks/plot_lr.py benchmarks/results/convergence.csv --out docs/figures --docs docs
 
 Writes learning_rates_<size>.png for each size in the CSV, and learning_rates_demo.png. A dot is a run, a line joins the
-means over seeds. Of AdamW, the runs with the rates of embeddings and head that all other optimizers have. With --docs,
-writes the tables of learning_rates.md and evidence.md in that folder anew, too. Those are of all rows, also with --gpu
-and --commit.
+means over seeds. Of AdamW, the runs with the rates of embeddings and head that all other optimizers have. Figures are
+of all GPUs without --gpu and --commit: a loss is comparable, other than a time. With --docs, writes the tables of
+learning_rates.md and evidence.md in that folder anew, too. Those are of all rows, also with --gpu and --commit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ Losses = dict[str, dict[float, list[float]]]  # optimizer -> lr -> loss of each 
 
 def main() -> None:
     options = arguments(__doc__, "convergence.py", docs="the tables of learning_rates.md and evidence.md")
-    rows, gpu = rows_of(options.csv, options.gpu, options.commit)
+    rows = read(options.csv)
+    gpu = ", ".join(dict.fromkeys(convergence.short_name(row["gpu"]) for row in rows))
+    if options.gpu or options.commit or not rows:
+        rows, gpu = rows_of(options.csv, options.gpu, options.commit)
     sizes = dict.fromkeys(row["size"] for row in rows)
     figures = {f"learning_rates_{size}": partial(draw, size=size) for size in sizes}
     write(options.out, {**figures, "learning_rates_demo": draw_demo}, rows, gpu)

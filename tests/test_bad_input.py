@@ -350,6 +350,23 @@ def test_something_else_than_a_number(key, value):
            error=(ValueError, TypeError), **{key: value})
 
 
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum", "eps", "adamw_eps", "adamw_betas", "beta2"])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_boolean_is_no_number(key, value):
+    """A YAML file says yes or on; True counted as 1. Schedules may not set booleans either."""
+    given = (value, 0.9) if key == "adamw_betas" else value
+    name = "NorMuon" if key == "beta2" else "Muon"
+    refuse([f"{key}={given} is not allowed"], [matrix()], name=name, **{key: given})
+    key = {"adamw_betas": "betas", "adamw_eps": "eps"}.get(key, key)
+    group = {"params": [matrix()], "use_muon": key not in ("betas", "eps"), key: given}
+    refuse([f"{key}={given} is not allowed"], [group], name=name)
+    if key in ("lr", "momentum", "weight_decay"):
+        opt = package().Muon([matrix()])
+        opt.param_groups[0][key] = value
+        with pytest.raises(ValueError, match=f"{key}={value} is not allowed"):
+            opt.step()
+
+
 def test_an_unknown_coefficient_set():
     refuse(["ns_coefficients", "'quintik'", "polar_express", "quintic"], [matrix()], ns_coefficients="quintik")
     refuse(["'quintik'"], [{"params": [matrix()], "ns_coefficients": "quintik"}])

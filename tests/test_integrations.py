@@ -274,6 +274,13 @@ WRONG = {
     "split of some parameters": ({"split": {"heads": 2}}, r"split: \{'heads': 2\} is not .* overrides: \{pattern"),
     "betas as spelt": ({"adamw_betas": [0.9, 2.0]}, r"MuonFactory: adamw_betas=\(0.9, 2.0\) is not allowed"),
     "eps as spelt": ({"adamw_eps": -1.0}, "MuonFactory: adamw_eps=-1.0 is not allowed"),
+    "rate of truth": ({"lr": True}, "MuonFactory: lr: True is a truth value, but float is needed"),
+    "rate of AdamW of truth": ({"adamw_lr": False}, "MuonFactory: adamw_lr: False is a truth value"),
+    "decay of truth in override": ({"overrides": {"*.up.weight": {"weight_decay": True}}},
+                                   r"overrides\['\*.up.weight'\]: weight_decay: True is a truth value"),
+    "threshold of truth": ({"qk_clip": {"threshold": True}}, "qk_clip: threshold: True is a truth value"),
+    "what a clip leaves out": ({"qk_clip": {"exclude": 3}}, "qk_clip: exclude: 3 is not allowed"),
+    "dtype of the weights": ({"rounding": "stochastic"}, "parameter layers.0.q_proj.weight .* has dtype torch.float32"),
     "rate of AdamW": ({"adamw_lr": -1.0}, "MuonFactory: adamw_lr=-1.0 is not allowed"),
     "factor as spelt": ({"adjust_lr": "spectrl"}, "MuonFactory: adjust_lr='spectrl' is not allowed"),
     "factor with its usual name": ({"adjust_lr_fn": "spectrl"}, "MuonFactory: adjust_lr_fn='spectrl' is not allowed"),
@@ -457,6 +464,9 @@ WRONG_OF_DION = {
     "betas": ({"betas": (0.9, 2.0)}, r"betas=\(0.9, 2.0\) is not allowed"),
     "one beta": ({"betas": 0.9}, "betas=0.9 is not allowed: it must be two numbers"),
     "truth": ({"cautious_wd": "yes"}, "cautious_wd: 'yes' is a text, but bool"),
+    "coefficients": ({"use_polar_express": "false"}, "use_polar_express: 'false' is a text, but bool"),
+    "rate of truth": ({"lr": True}, "lr: True is a truth value, but float is needed"),
+    "epsilon of truth": ({"epsilon": False}, "epsilon: False is a truth value"),
     "factor": ({"adjust_lr": ["rms_norm"]}, r"adjust_lr=\['rms_norm'\] must be one of"),
     "mesh": ({"distributed_mesh": "world"}, "distributed_mesh was given, but torch.distributed is not initialized"),
 }
@@ -493,6 +503,14 @@ def test_errors_speak_of_keys_of_dions_groups(name):
     with pytest.raises(ValueError, match="DionMuon: group of dion: the key 'params' is missing"):
         optimizer.add_param_group({"lr": 0.1})
     assert len(optimizer.param_groups) == 1
+
+
+def test_dions_parameters_are_given_in_groups_or_without():
+    """An iterator that is used up has no parameters; an optimizer without any stepped nothing."""
+    with pytest.raises(ValueError, match="DionMuon: .*empty parameter list"):
+        package().DionMuon(iter(()))
+    with pytest.raises(ValueError, match="DionMuon: params has groups and a Parameter: put parameters beside"):
+        package().DionMuon([{"params": drawn([(8, 4)])[0]}, *drawn([(8, 4)])[0]])
 
 
 def test_a_factor_has_dions_name_too():

@@ -67,9 +67,13 @@ class ConfigError(ValueError):
     """An error that names keys as the config does."""
 
 
-def trial_matrix() -> nn.Parameter:
-    """A parameter (2, 2) for trying arguments of `Muon`, of a dtype that every option allows."""
-    return nn.Parameter(torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
+def trial_matrix(rounding: object = None) -> nn.Parameter:
+    """A parameter (2, 2) for trying arguments of `Muon`, of a dtype that every option allows.
+    `rounding`: among the arguments. "stochastic" is for bf16 alone.
+    """
+    is_stochastic = isinstance(rounding, str) and rounding == "stochastic"
+    dtype = torch.bfloat16 if is_stochastic else torch.float32
+    return nn.Parameter(torch.zeros(2, 2, dtype=dtype, device="cpu"))
 
 
 MUON_ARGUMENTS = arguments_of(Muon.__init__)
@@ -160,8 +164,13 @@ def refuse_unknown(given: Mapping, allowed: Collection[str], where: str) -> None
 
 def refuse_text(key: str, value: object, default: object) -> None:
     """Raise ConfigError for a text in place of a number, which YAML makes of 1e-3, or of a truth
-    value.
+    value; and for a truth value in place of a number, which YAML makes of on.
     """
+    if isinstance(value, bool) and type(default) in (int, float):
+        raise ConfigError(
+            f"{key}: {value} is a truth value, but {type(default).__name__} is needed (YAML reads "
+            "yes, no, on and off as truth values)"
+        )
     if isinstance(value, str) and isinstance(default, (int, float)):
         how = (
             "write true or false, without quotation marks"
@@ -252,6 +261,7 @@ def clip_of(given: object, model: nn.Module) -> object:
     refuse_unknown(given, allowed, "qk_clip")
     for key, value in given.items():
         refuse_text(f"qk_clip: {key}", value, allowed[key])
+    patterns("qk_clip: exclude", given.get("exclude"))
     return QKClip.of(model, **given)
 
 

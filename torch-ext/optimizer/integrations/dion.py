@@ -148,13 +148,14 @@ def _muon_arguments(
     groups: list[dict], mesh: object, use_polar_express: bool, newton_schulz_func: object
 ) -> dict[str, object]:
     """Arguments of `Muon` for the arguments of dion that no group has. Raises NotImplementedError
-    for a function as `newton_schulz_func`.
+    for a function as `newton_schulz_func`, ConfigError for a text as `use_polar_express`.
     """
     if newton_schulz_func is not None:
         raise NotImplementedError(
             "newton_schulz_func is not supported: leave it out, and name the coefficients with "
             "Muon(..., ns_coefficients=...)"
         )
+    refuse_text("use_polar_express", use_polar_express, True)
     coefficients = COEFFICIENTS[bool(use_polar_express)]
     ranks = {}
     # DTensors carry their mesh: the argument is for copies on the ranks of DDP
@@ -174,8 +175,15 @@ def _has_plain(groups: list[dict]) -> bool:
 def _groups(params: Iterable, defaults: Mapping) -> list[dict]:
     """The groups of this package for the argument `params` of dion."""
     entries = list(params)
-    if not (entries and isinstance(entries[0], Mapping)):
-        entries = [{"params": entries}]
+    if not any(isinstance(entry, Mapping) for entry in entries):
+        # Without parameters no group: torch's constructor refuses that
+        entries = [{"params": entries}] if entries else []
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            raise ConfigError(
+                f"params has groups and a {type(entry).__name__}: put parameters beside groups into"
+                " a group of their own, {'params': [...]}"
+            )
     return [translated(group, defaults) for group in entries]
 
 

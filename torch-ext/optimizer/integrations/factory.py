@@ -249,7 +249,8 @@ def _build(overridden: list[Overridden], arguments: Mapping, spelling: Mapping[s
         with in_config_terms(WHERE, spelling), config.of_no_group():
             # The fault may be one of the arguments: any parameter has it. A clip needs the model
             of_any = {key: value for key, value in arguments.items() if key != "qk_clip"}
-            _optimizer([{"params": [config.trial_matrix()]}], of_any)
+            matrix = config.trial_matrix(arguments.get("rounding"))
+            _optimizer([{"params": [matrix]}], of_any)
         for where, keys, group in filter(lambda entry: entry.where, overridden):
             # Or the fault is one of a pattern: its group alone has it
             own = config.spelling_of(keys, group["use_muon"])

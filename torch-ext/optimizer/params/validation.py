@@ -36,7 +36,7 @@ from ..rules.muon import (
     is_split,
     is_stochastic,
 )
-from ..rules.rule import RULES, has_radius, number_of, rule_of
+from ..rules.rule import RULES, has_radius, number_of, rule_of, truth_of
 from .checks.group_keys import is_false, is_same, misspelt
 from .checks.group_values import (
     BELOW_ONE,
@@ -324,7 +324,7 @@ def check_numbers(group: dict) -> None:
     Options of Muon are checked in AdamW groups, too, and vice versa: use_muon may change later.
     """
     for key in ("use_muon", "nesterov"):
-        require(number_of(group[key]) in (0, 1), key, group[key], "True or False")
+        require(truth_of(group[key]) in (0, 1), key, group[key], "True or False")
     for key in ("lr", "weight_decay"):
         require(0 <= number_of(group[key]) <= FP32_MAX, key, group[key], FINITE)
     for key in ("momentum", "beta2"):

@@ -513,12 +513,19 @@ def frozen(value: object) -> object:
 
 def number_of(value: object) -> float:
     """Return a number, or a tensor of one element, as a float; NaN for anything else, such as
-    "1e-3" from a YAML file.
+    "1e-3" or true from a YAML file.
     """
     try:
-        return math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
+        # float() takes texts and booleans, too
+        is_other = isinstance(value, (str, bytes, bytearray, bool))
+        return math.nan if is_other else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return math.nan
+
+
+def truth_of(value: object) -> float:
+    """Return 0.0 or 1.0 for a boolean, and `number_of` for anything else, such as 1 or a tensor."""
+    return float(value) if isinstance(value, bool) else number_of(value)
 
 
 def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:

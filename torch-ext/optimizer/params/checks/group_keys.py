@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 
-from ...rules.rule import number_of
+from ...rules.rule import truth_of
 
 # Names of own keys in other optimizers: always an error, never read
 ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
@@ -50,4 +50,4 @@ def is_same(value: object, other: object) -> bool:
 
 def is_false(value: object) -> bool:
     """Whether the value of an option is None, False, 0 or a tensor of 0."""
-    return value is None or number_of(value) == 0
+    return value is None or truth_of(value) == 0

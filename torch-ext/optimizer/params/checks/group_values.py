@@ -26,7 +26,7 @@ from ...rules.muon import (
     is_corrected,
     is_sum,
 )
-from ...rules.rule import number_of, overrides, rule_of, writes_weights
+from ...rules.rule import number_of, overrides, rule_of, truth_of, writes_weights
 from ..errors import shortened
 
 FINITE = "a finite number >= 0 that fp32 holds"
@@ -185,7 +185,7 @@ def check_betas(key: str, betas: object) -> None:
 
 def is_adamw(group: Mapping) -> bool:
     """Whether use_muon of a group is false; works on unchecked groups, too."""
-    return number_of(group.get("use_muon", True)) == 0
+    return truth_of(group.get("use_muon", True)) == 0
 
 
 def require(true: bool, key: str, came: object, allowed: str) -> None:
