@@ -244,7 +244,19 @@ def rectangles(device, size) -> None:
         check.NonfiniteCheck([(n, width)], sources, [G], flags)(addresses)
 
 
-CASES = {function.__name__: function for function in (products, norms, pieces, aol, small_matrices, rows, rectangles)}
+def samples(device, size) -> None:
+    """Sums of squares from samples of weights and momenta, whole weights and split ones."""
+    sample, table, halves = (
+        part(name) for name in ("kernels.metrics.sample", "kernels.elementwise.multi_tensor", "kernels.weights.split"))
+    W, M = ([torch.randn(n, device=device) for n in (3000, 35)] for _ in "12")
+    regions = [[sample.Region(2, 1490, 7, 1500, 5, 1500, 4)], [sample.Region(5, 7, 0, 7, 0, 7, 1)]]
+    for weights in (sample.Weights(W), sample.Weights(*map(list, zip(*map(halves.split, W))))):
+        sums = sample.SampledSquares(table.Squares(), regions, weights, weights, M)
+        sums(sums.save())
+
+
+CASES = {function.__name__: function
+         for function in (products, norms, pieces, aol, small_matrices, rows, rectangles, samples)}
 
 
 def main() -> int:

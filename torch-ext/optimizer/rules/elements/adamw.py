@@ -11,24 +11,13 @@ kernels/quantized/adamw.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.optim.adamw import adamw as torch_adamw
 
-from ...kernels.elementwise.weight_update import RATE, TO_INITIAL
-from ...kernels.quantized.adamw import Averages, Constants
-from ...kernels.quantized.adamw import step as step_8bit
-from ..decay import form_of, rate_of
-from ..elementwise import (
-    Elementwise,
-    Members,
-    Tensors,
-    register_elementwise,
-    step_size,
-    torch_options,
-)
+from ..elementwise import Elementwise, Members, Tensors, register_elementwise, torch_options
+from .averages_8bit import step_adamw
 
 
 @register_elementwise
@@ -63,38 +52,6 @@ class AdamW(Elementwise):
         )
         return of.averages[0]
 
-    def step_quantized(
-        self,
-        W: Tensors,
-        G: Tensors,
-        states: Sequence[Tensors],
-        group: Mapping[str, Any],
-        scalars: torch.Tensor | None,
-    ) -> None:
+    def step_quantized(self, *arguments: Any) -> None:
         """See `Elementwise.step_quantized`."""
-        count = len(self.quantized)
-        steps, further = states[count], list(states[count + 1 :])
-        initial = further.pop(0) if form_of(group) == TO_INITIAL else [None] * len(W)
-        rests = further.pop(0) if further else [None] * len(W)
-        torch._foreach_add_(steps, 1)
-        factors = self._factors(steps, group, scalars if W[0].is_cuda else None)
-        constants = Constants.of(*self.constants(group), form_of(group))
-        averages = map(Averages, *states[:count])
-        for w, g, own, numbers, rest, first in zip(W, G, averages, factors, rests, initial):
-            step_8bit(w, g, own, numbers, constants, rest, first)
-
-    def _factors(
-        self, steps: Tensors, group: Mapping[str, Any], scalars: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return fp32 (parameters, 4), the FACTORS of each. Computed where `steps` are, in fp64.
-        `scalars`: of the group on the device, by which schedules need no new CUDA graph.
-        """
-        beta1, beta2, _ = self.constants(group)
-        t = torch.stack(list(steps)).double()
-        if scalars is None:
-            lr, rate = (torch.full_like(t, n) for n in (step_size(group), rate_of(group)))
-        else:
-            lr, rate = (scalars[i].double().expand(len(t)) for i in (0, RATE))
-        corrections = [1.0 - torch.pow(beta, t) for beta in (beta1, beta2)]
-        numbers = [1.0 - rate, rate, lr / corrections[0], corrections[1].sqrt()]
-        return torch.stack(numbers, 1).float()
+        step_adamw(self, *arguments)
