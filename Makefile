@@ -5,7 +5,7 @@
 VENV := .venv
 TORCH ?= $(shell cat requirements/torch.txt)
 # Test processes: one more than two cores, because some tests wait for ranks that failed on purpose.
-JOBS ?= 4
+JOBS ?= 3
 
 ifdef PYTHON
   DEMO_READY :=

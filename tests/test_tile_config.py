@@ -52,6 +52,8 @@ def test_every_kernel_compiles(tmp_path, sizes, archs):
     compiled once.
     """
     archs = archs.split()
+    if archs != ["sm90"] and not os.environ.get("OPTIMIZER_THOROUGH"):
+        archs = [arch for arch in archs if arch not in ("sm86", "sm100")]  # in the workflow test.yml
     if reason := paths.why_no_triton():
         pytest.skip(reason)
     if sizes == "uneven" and importlib.metadata.version("triton").startswith("3.6."):
