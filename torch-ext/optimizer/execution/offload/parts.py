@@ -111,7 +111,9 @@ class InParts:
                 self._rehearse(number, arguments)
             else:
                 launch = functools.partial(self._bind(number), *arguments)
-                self.scheduler.run(part, launch, self.parts[number + 1 :])
+                # A step with a known order, as all but the first, makes no lists
+                following = () if self.scheduler.order else self.parts[number + 1 :]
+                self.scheduler.run(part, launch, following)
 
     def _rehearse(self, number: int, arguments: tuple) -> None:
         """Launch a part in a dry run, which compiles kernels only."""

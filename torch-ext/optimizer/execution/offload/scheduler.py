@@ -32,7 +32,7 @@ import torch
 
 from ...state.create import outside_inference_mode
 from .memory import ALIGNMENT, HostBlocks, HostMemory
-from .streams import COMPUTE, INWARD, OUTWARD, PACK, CopyStreams, NoStreams
+from .streams import COMPUTE, INWARD, OUTWARD, PACK, Copies, CopyStreams, NoStreams
 
 # One part is computed, one is fetched, one is written back. Further slots are filled while matrices
 # are multiplied, which uses no state
@@ -76,11 +76,12 @@ class Part:
     def place_in(self, slot: Slot | None) -> None:
         """Give the part its slot, at fixed addresses; None: take it away."""
         self.slot = slot
-        self.copies = []  # (memory in the slot, host memory)
+        self.fetches: Copies = []  # (memory in the slot, host memory)
         ranges = self.ranges if slot is not None else ()
         for offset, (block, start, stop) in zip(self.offsets, ranges):
             place = slot.memory[offset : offset + stop - start]
-            self.copies.append((place, block.flat[start:stop]))
+            self.fetches.append((place, block.flat[start:stop]))
+        self.write_backs: Copies = [(host, place) for place, host in self.fetches]
 
     def on_device(self, view: torch.Tensor) -> torch.Tensor:
         """The counterpart in the slot of one of the views, or of a view inside of one."""
@@ -159,7 +160,7 @@ class Scheduler:
 
     def run(self, part: Part, launch: Callable[[], None], following: Sequence[Part] = ()) -> None:
         """Have `part` on the device, call `launch` on the current stream, and write back.
-        `following`: parts that run next.
+        `following`: parts that run next, for a step without a known order.
         """
         slot, streams = part.slot, self.streams
         if slot.holds is not part:
@@ -234,7 +235,7 @@ class Scheduler:
         if not slot.was_written:
             streams.wait(INWARD, slot.used)
         streams.wait(INWARD, self.written)
-        streams.copy(INWARD, part.copies)
+        streams.copy(INWARD, part.fetches)
         streams.record(slot.fetched, INWARD)
         self.read = slot.fetched
         slot.holds = part
@@ -242,7 +243,7 @@ class Scheduler:
     def _write_back(self, part: Part) -> None:
         """Start the copy of a part back to host memory."""
         self.streams.wait(OUTWARD, part.slot.used)
-        self.streams.copy(OUTWARD, [(host, place) for place, host in part.copies])
+        self.streams.copy(OUTWARD, part.write_backs)
         self.streams.record(self.written, OUTWARD)
         # What was fetched before is stale
         for slot in self.slots:

@@ -58,9 +58,8 @@ class OffloadedState:
     """Base class, before an update of bucket_updates.py: binds launches on state in parts."""
 
     def __init__(self, inputs: BucketInputs) -> None:
-        self.packed_pieces: set[Piece] = (
-            set()
-        )  # pieces whose momentum is written before their weight
+        # Pieces whose momentum is written before their weight
+        self.packed_pieces: set[Piece] = set()
         self.without_momentum = False  # the weight update that is bound now leaves momentum out
         super().__init__(inputs)
 
