@@ -16,6 +16,8 @@ MODELS = {  # name -> [(in how many layers, shape)]
     "llama3_8b": [(32, s) for s in 2 * [(4096, 4096)] + 2 * [(1024, 4096)] + 2 * [(14336, 4096)] + [(4096, 14336)]],
     "motif_12b": [(40, s) for s in 2 * [(4096, 4096)] + 2 * [(1024, 4096)] + 2 * [(4096, 16384)] + [(16384, 4096)]],
     "moe_experts": [(4, s) for s in 2 * [(128, 768, 2048)] + [(128, 2048, 768)]],
+    # That of benchmarks/train.py
+    "gpt_1b": [(20, s) for s in 4 * [(2048, 2048)] + 2 * [(5504, 2048)] + [(2048, 5504)]],
     # 1T parameters: latent attention and a dense MLP or 1 shared and 384 routed experts (arXiv 2507.20534 and the
     # config.json of moonshotai/Kimi-K2-Base); router and embeddings go to AdamW, as does whatever is no matrix
     "kimi_k2": [
@@ -32,6 +34,7 @@ ADAMW = {  # name -> [(in how many layers, shape)]: embeddings, norms and biases
                   *((12, (n,)) for n in (2304, 3072, *6 * [768]))],
     "qwen3_1p7b": [(1, (151936, 2048)), (1, (2048,)), *((28, (n,)) for n in (2048, 2048, 128, 128))],
     "llama3_8b": [*2 * [(1, (128256, 4096))], (1, (4096,)), *2 * [(32, (4096,))]],
+    "gpt_1b": [*2 * [(1, (256, 2048))], (1, (2048,)), *2 * [(20, (2048,))]],
     "tiny": [(1, (700, 48)), (2, (32,))],
 }
 ADAMW_BYTES = 28  # an element: gradient in; weight and two averages in and out

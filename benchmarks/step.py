@@ -7,6 +7,7 @@
     ... --modes ddp ddp_sharded                      state on every rank, and at its owner alone (shard_state=True)
     ... --ranks 1 2 4 8 --layers 4 8 16              as it grows
     ... --adamw --turns 3 --optimizers muon muon_metrics    what metrics cost a step with embeddings, norms and biases
+    ... --optimizers muon adamw --runs eager replay  beside torch's fused AdamW on the same parameters
     ... --trace traces                               one more step, profiled, for tools/timeline.py
     python benchmarks/plot_step.py step.csv          figures
 
@@ -62,7 +63,7 @@ WITH_METRICS = ("muon_metrics",)  # with collect_metrics
 RULES = ("normuon_columns", "normuon_aspect", "adamuon", "muon_plus", "hyperball", "scion", "dion2",
          "dion3")  # by name, of matrices
 AT_OWNERS = {f"{rule}_at_owners": rule for rule in ("adamuon", "normuon", "hyperball")}  # with state_at_owners
-OPTIMIZERS = dict.fromkeys(("muon", "normuon") + IN_8_BITS + IN_BF16 + ON_HOST + WITH_METRICS + RULES
+OPTIMIZERS = dict.fromkeys(("muon", "normuon", "adamw") + IN_8_BITS + IN_BF16 + ON_HOST + WITH_METRICS + RULES
                            + tuple(AT_OWNERS))
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
 REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
@@ -159,6 +160,8 @@ def cases(options, ranks):
             for mode in [mode for mode in options.modes if fits(mode, ranks)]:
                 for optimizer in options.optimizers:
                     for run in options.runs:
+                        if (optimizer, run) == ("adamw", "graph"):
+                            continue  # torch's AdamW has no graph of its own: --runs replay
                         yield {"model": model, "layers": layers, "mode": mode, "optimizer": optimizer, "run": run}
 
 
@@ -174,13 +177,15 @@ class Measurement:
         self.params = parameters([*self.shapes, *self.others], mode, ranks, device, dtype)
         self.opt = self.make()
         # More than momentum in fp32, or other
-        has_more = options.adamw or optimizer in (*IN_8_BITS, *ON_HOST, "muon_split16")
+        has_more = options.adamw and optimizer != "adamw" or optimizer in (*IN_8_BITS, *ON_HOST, "muon_split16")
         self.state = self.opt.init_state() if has_more else create_state(self.opt, self.params, mode)
         self.flat = flatten([p.grad for p in self.params]) if mode == "allreduce" else []
         if self.flat:
             give_back(self.params, self.flat)
 
     def make(self):
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(self.params, lr=1e-3, fused=True, capturable=self.run != "eager")
         from kernels import get_kernel
 
         package = get_kernel("org/optimizer", version=1)
@@ -236,7 +241,8 @@ class Measurement:
         quantiles = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
         return {
             "commit": self.options.commit, "gpu": device_name(self.device), "ranks": self.ranks,
-            "mode": self.mode, "model": self.model + "_adamw" * bool(self.others), "implementation": "ours",
+            "mode": self.mode, "model": self.model + "_adamw" * bool(self.others),
+            "implementation": "torch" if self.optimizer == "adamw" else "ours",
             "optimizer": self.optimizer, "run": self.run,
             "median_ms": round(statistics.median(times), 4), "p20_ms": round(quantiles[0], 4),
             "p80_ms": round(quantiles[3], 4), "host_ms": round(statistics.median(hosts), 4),
@@ -254,6 +260,10 @@ class Measurement:
     def floor_ms(self) -> float:
         """Of this mode; that of a single GPU and of expert parallelism has no all-to-all. AdamW's part is its bytes."""
         mesh = MESHES[self.mode](self.ranks)
+        if self.optimizer == "adamw":
+            nbytes = ADAMW_BYTES * sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel()
+                                       for p in self.params)
+            return 1e3 * nbytes / COPY_BYTES_PER_S
         others_ms = 1e3 * ADAMW_BYTES * sum(map(math.prod, self.others)) / COPY_BYTES_PER_S
         if mesh is None:
             alone = self.mode == "single"
@@ -268,7 +278,7 @@ class Measurement:
             self.options.trace.mkdir(parents=True, exist_ok=True)
             name = f"{self.model}_{self.mode}_{self.optimizer}_{self.run}_{self.ranks}ranks_rank{self.rank}.json.gz"
             trace(self.step, self.device, self.options.trace / name)
-        if self.options.report:
+        if self.options.report and self.optimizer != "adamw":
             self.opt.timing = True
             self.step()
             self.opt.timing = False
@@ -278,12 +288,11 @@ class Measurement:
 
 def trace(step, device, path) -> None:
     """Write a Chrome trace of one step, marked as "step"."""
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import record_function
 
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     dist.barrier()
     settle(device)
-    with profile(activities=activities) as profiler:
+    with profiled(device) as profiler:
         step()  # the first one under a profiler is slow
         synchronize(device)
         dist.barrier()
@@ -291,6 +300,18 @@ def trace(step, device, path) -> None:
             step()
             synchronize(device)
         settle(device)
+    export(profiler, path)
+
+
+def profiled(device):
+    """A profiler of the host and of the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    return profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"))
+
+
+def export(profiler, path) -> None:
+    """Write a Chrome trace, compressed."""
     plain = path.with_suffix("")
     profiler.export_chrome_trace(str(plain))
     path.write_bytes(gzip.compress(plain.read_bytes(), 6))  # torch itself compresses line by line, which takes longer
@@ -299,7 +320,7 @@ def trace(step, device, path) -> None:
 
 def create_state(opt, params, mode):
     """Momentum that is there before memory is measured, as in a run that goes on (targets count what the step adds)."""
-    if mode in ("reduce", "ddp_sharded"):
+    if mode in ("reduce", "ddp_sharded") or isinstance(opt, torch.optim.AdamW):
         return None
     for p in params:
         opt.state[p]["momentum_buffer"] = torch.zeros_like(p.detach(), dtype=torch.float32)

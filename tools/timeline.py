@@ -14,6 +14,7 @@ import argparse
 import csv
 import functools
 import gzip
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -25,7 +26,8 @@ SOURCES = Path(__file__).resolve().parent.parent / "torch-ext" / "optimizer" / "
 PRODUCTS = {"matmul", "onchip"}  # folders of kernels
 OTHERS = {  # kind -> names of kernels and operators that are not this package's; the first kind that fits is taken
     "wire": re.compile(r"nccl|^c10d::|^gloo:|^_c10d|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter", re.I),
-    "products": re.compile(r"gemm|cutlass|cublas|xmma|wgmma|nvjet|^Cijk_|^aten::(mm|bmm|addmm|baddbmm)$", re.I),
+    "products": re.compile(r"gemm|cutlass|cublas|xmma|wgmma|nvjet|flash|sdpa|^Cijk_"
+                           r"|^aten::(mm|bmm|addmm|baddbmm)$", re.I),
     "memory": re.compile(r"memcpy|memset|foreach|multi_tensor|elementwise|reduce_kernel|fused_?adam"
                          r"|^aten::(copy_|_fused|fill_|zero_|mul|add|sub|div|lerp|sum|where|clone|sqrt|amax)", re.I),
 }
@@ -47,22 +49,26 @@ def main() -> None:
     parser.add_argument("traces", nargs="+", type=Path, help="Chrome traces, one per rank")
     parser.add_argument("--out", type=Path, default=Path("timeline.png"), help="the figure; the CSV lies beside it")
     parser.add_argument("--title", default=None, help="of the figure")
+    parser.add_argument("--whole", action="store_true", help="all of the trace, not the marked step alone")
+    parser.add_argument("--print", action="store_true", help="print what ran when, lane by lane")
     options = parser.parse_args()
     ranks = {}
     for number, path in enumerate(options.traces):
-        rank, works = read(path)
+        rank, works = read(path, options.whole)
         ranks[number if rank is None or rank in ranks else rank] = works
     rows = [row for rank, works in sorted(ranks.items()) for row in busy(rank, works)]
     write(options.out.with_suffix(".csv"), rows)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
+    for rank, works in sorted(ranks.items()) if options.print else ():
+        print("\n".join(lines(rank, works)))
     drawn = draw(ranks, options.out, options.title)
     table = options.out.with_suffix(".csv")
     print(f"{options.out} and {table}" if drawn else f"{table}; matplotlib, which draws the figure, is not installed")
 
 
-def read(path) -> tuple[int | None, list[Work]]:
-    """(rank, what ran in the marked step, from 0 on). ValueError where nothing did."""
+def read(path, whole=False) -> tuple[int | None, list[Work]]:
+    """(rank, what ran in the marked step or in the whole trace, from 0 on). ValueError where nothing did."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt") as file:
         trace = json.load(file)
@@ -71,7 +77,7 @@ def read(path) -> tuple[int | None, list[Work]]:
     works = [work(e) for e in device]
     if not works:  # a trace without a GPU
         works = [work(e) for e in outermost([e for e in events if e.get("cat") == "cpu_op"])]
-    begin, end = window(events, bool(device)) or (0, float("inf"))
+    begin, end = not whole and window(events, bool(device)) or (0, float("inf"))
     works = sorted((w for w in works if begin <= w.start < end), key=lambda w: w.start)
     if not works:
         raise ValueError(f"{path}: no kernels and no operators in this trace; record it with torch.profiler")
@@ -121,11 +127,13 @@ def outermost(events) -> list:
 
 
 def window(events, on_device) -> tuple[float, float] | None:
-    """(begin, end) of the last range that is named "step": on the device the one of its stream, if there is one."""
+    """(begin, end) of the last range that is named "step": on the device, if it is there, over all streams."""
     for category in ("gpu_user_annotation", "user_annotation") if on_device else ("user_annotation",):
         marked = [e for e in events if e.get("cat") == category and e["name"] == STEP]
         if marked:
-            return marked[-1]["ts"], marked[-1]["ts"] + marked[-1]["dur"]
+            last = marked[-1]
+            same = [e for e in marked if e["ts"] < last["ts"] + last["dur"] and last["ts"] < e["ts"] + e["dur"]]
+            return min(e["ts"] for e in same), max(e["ts"] + e["dur"] for e in same)
     return None
 
 
@@ -183,6 +191,20 @@ def lanes_of(works) -> list[tuple[str, list[Work]]]:
         else:
             free.append(work)
     return lanes
+
+
+def lines(rank, works) -> list[str]:
+    """What ran when, in ms: a line for each run of works of one kind in a lane, with the kernel that ran longest."""
+    found = []
+    for name, lane in lanes_of(works):
+        for run in (list(group) for _, group in itertools.groupby(lane, key=lambda w: w.kind)):
+            took = defaultdict(float)
+            for w in run:
+                took[w.name] += w.end - w.start
+            longest, (begin, end) = max(took, key=took.get), (run[0].start, run[-1].end)
+            found.append((begin, f"rank {rank}, {name}: {begin / 1e3:8.3f} to {end / 1e3:8.3f}, busy "
+                          f"{sum(took.values()) / 1e3:7.3f}, {run[0].kind}, {len(run)} launches, {longest[:50]}"))
+    return [line for _, line in sorted(found)]
 
 
 def draw(ranks, path, title=None) -> bool:
