@@ -463,10 +463,12 @@ def test_step_measures_every_mode_and_is_drawn(optimizer, tmp_path):
     modes = ["fsdp", "hsdp", "hsdp4", "tp_fsdp", "ddp", "ddp_sharded", "reduce", "allreduce", "single"]
     assert "than 2 ranks: hsdp4\n" in run("step.py", *common, "--modes", *modes, "--out", tmp_path / "step.csv")
     run("step.py", *common, "--modes", "tp_fsdp", "--adamw", "--turns", 2, "--optimizers", "muon", "muon_metrics",
-        "--out", tmp_path / "metrics.csv")
+        "adamw", "--out", tmp_path / "metrics.csv")
     with open(tmp_path / "metrics.csv", newline="") as file:
         turns = list(csv.DictReader(file))
-    assert [row["optimizer"] for row in turns] == 2 * ["muon", "muon_metrics"]
+    assert [(row["optimizer"], row["implementation"]) for row in turns] == 2 * [
+        ("muon", "ours"), ("muon_metrics", "ours"), ("adamw", "torch")]
+    assert len({row["floor_ms"] for row in turns}) == 2
     assert {row["model"] for row in turns} == {"tiny_adamw"} and all(float(row["median_ms"]) > 0 for row in turns)
     text = run("step.py", *common, "--modes", "fsdp", "ep", "--runs", "eager", "graph", "--optimizers", "normuon",
                "--layers", 1, 3, "--trace", tmp_path, "--report", "--out", tmp_path / "step.csv")
@@ -547,10 +549,46 @@ def test_train_compares_optimizers(optimizer, tmp_path):
     assert len({row["heldout_loss"] for row in rows[1:]}) == 1
     for row in rows:
         assert 0 < float(row["optimizer_ms"]) < float(row["step_ms"]) and int(row["tokens"]) == 4 * 4 * 32
+        phases = [float(row[f"{phase}_ms"]) for phase in ("forward", "backward", "clip")]
+        assert 0 < min(phases) and max(phases) < float(row["step_ms"])
         assert 1 < float(row["heldout_loss"]) < 7
     for name in ("muon", r"muon\+forward"):
         took = rf"^{name}: [\d.]+ ms of [\d.]+ ms, [\d.]+ %; the step is [+-][\d.]+ % against AdamW's$"
         assert re.search(took, text, re.MULTILINE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
+def test_variants_with_equal_weights_multiply_equal_numbers(optimizer, tmp_path, monkeypatch):
+    """The loss of a block's last step depends on weights and text alone where rates are 0."""
+    held = ["adamw@muon", "muon@muon", "none@muon", "adamw+idle@muon"]
+    text = run("train_parts.py", "--ranks", 2, "--layers", 1, "--width", 64, "--heads", 2, "--batch", 4, "--seq", 32,
+               "--training", 1, "--turns", 1, "--settle", 1, "--steps", 2, "--variants", "adamw", "muon", *held,
+               "--out", tmp_path / "parts.csv")
+    with open(tmp_path / "parts.csv", newline="") as file:
+        rows = {(row["variant"], row["when"]): row for row in csv.DictReader(file)}
+    assert list(rows) == [("adamw", "before"), *((name, "turn") for name in ("adamw", "muon", *held)),
+                          ("adamw@adamw", "released")]
+    assert len({rows[name, "turn"]["loss"] for name in held}) == 1
+    assert len({row["loss"] for row in rows.values()}) == 5  # every training goes on with weights of its own
+    for row in rows.values():
+        parts = sum(float(row[f"{name}_ms"]) for name in ("forward", "backward", "clip"))
+        assert 0 < float(row["outside_ms"]) <= float(row["step_ms"]) and parts > 0 and row["steps"] == "2"
+        assert row["mhz"] == row["joules"] == ""
+    assert float(rows["none@muon", "turn"]["optimizer_ms"]) < float(rows["muon@muon", "turn"]["optimizer_ms"])
+    module = load("train_parts", monkeypatch)
+    lines = module.summary([module.numbers(row) for row in rows.values()])
+    assert lines == text.splitlines()[-len(rows):] and "outside less AdamW's: +0.00" in "\n".join(lines)
+    with pytest.raises(argparse.ArgumentTypeError, match="name the @WEIGHTS"):
+        module.Variant.of("none")
+
+
+def test_clocks_are_means_over_spans(monkeypatch, capsys):
+    found = load("clocks", monkeypatch).Clocks(None)
+    assert "no clocks and no power" in capsys.readouterr().out and found.thread is None
+    assert math.isnan(found.joules()) and all(map(math.isnan, found.during([(0.0, 9.0)])))
+    found.samples = [(1.0, 1000.0, 500.0, False), (2.0, 1200.0, 700.0, True), (3.0, 9.0, 9.0, True)]
+    assert found.during([(0.5, 1.5), (2.0, 3.0)]) == (1100.0, 600.0, 0.5)
+    found.stop()
 
 
 def test_rates_are_swept_until_both_neighbours_are_worse(monkeypatch):

@@ -81,6 +81,15 @@ def test_only_the_marked_step_counts(timeline, tmp_path):
               kernel("_pack_kernel", 9, 130, 10)]
     _, works = timeline.read(write(tmp_path / "trace.json.gz", events))
     assert [(w.kind, w.start, w.end) for w in works] == [("products", 0, 10), ("memory", 30, 40)]
+    _, works = timeline.read(tmp_path / "trace.json.gz", whole=True)
+    assert [w.start for w in works] == [0, 100, 130]
+    # A mark on a second stream, which began earlier
+    write(tmp_path / "trace.json.gz", [kernel("step", 9, 80, 30, "gpu_user_annotation"), *events,
+                                       kernel("_copy_kernel", 9, 80, 10)])
+    _, works = timeline.read(tmp_path / "trace.json.gz")
+    assert [(w.start, w.end) for w in works] == [(0, 10), (20, 30), (50, 60)]
+    assert timeline.lines(3, works)[1] == (
+        "rank 3, compute:    0.020 to    0.030, busy   0.010, products, 1 launches, _tma_kernel")
 
 
 def test_without_a_gpu_operators_count_once(timeline, tmp_path):
