@@ -265,8 +265,9 @@ class Parts(Training):
             return [tuple(host + 1e-3 * first.elapsed_time(step[at]) for at in phase) for step in self.marks[skip:]]
 
         mine = [*self.clocks.during(spans(0, 2)), self.clocks.during(spans(3, 4))[0], joules]
-        ranks = torch.empty(self.options.ranks, len(mine), dtype=torch.float64, device=self.device)
-        dist.all_gather_into_tensor(ranks, torch.tensor([mine], dtype=torch.float64, device=self.device))
+        ranks = torch.zeros(self.options.ranks, len(mine), dtype=torch.float64, device=self.device)
+        ranks[self.rank] = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(ranks)
         mhz, watts, capped, in_step, energy = ranks.mean(0).tolist()
         found = {"mhz": mhz, "mhz_low": ranks[:, 0].min().item(), "watts": watts, "capped": capped,
                  "mhz_optimizer": in_step, "joules": energy}
