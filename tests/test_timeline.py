@@ -90,6 +90,12 @@ def test_only_the_marked_step_counts(timeline, tmp_path):
     assert [(w.start, w.end) for w in works] == [(0, 10), (20, 30), (50, 60)]
     assert timeline.lines(3, works)[1] == (
         "rank 3, compute:    0.020 to    0.030, busy   0.010, products, 1 launches, _tma_kernel")
+    works = [timeline.Work(kind, "a", start, start + 10) for kind, start in (
+        ("memory", 0), ("memory", 10), ("memory", 90), ("wire", 5), ("wire", 15))]
+    assert [line.split(", busy")[0] for line in timeline.lines(0, works)] == [
+        f"rank 0, {lane}:    {begin} to    {end}" for lane, begin, end in (
+            ("compute", "0.000", "0.020"), ("wire", "0.005", "0.015"), ("wire", "0.015", "0.025"),
+            ("compute", "0.090", "0.100"))]
 
 
 def test_without_a_gpu_operators_count_once(timeline, tmp_path):

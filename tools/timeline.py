@@ -32,6 +32,7 @@ OTHERS = {  # kind -> names of kernels and operators that are not this package's
                          r"|^aten::(copy_|_fused|fill_|zero_|mul|add|sub|div|lerp|sum|where|clone|sqrt|amax)", re.I),
 }
 CLOCK = 1.0  # us by which the times of works that follow each other may overlap
+GAP = 50.0  # us without work that end a line of the printed timeline
 COLORS = {"wire": "#6366f1", "products": "#c2410c", "memory": "#0ea5e9", "other": "#6b7280"}
 
 
@@ -194,10 +195,17 @@ def lanes_of(works) -> list[tuple[str, list[Work]]]:
 
 
 def lines(rank, works) -> list[str]:
-    """What ran when, in ms: a line for each run of works of one kind in a lane, with the kernel that ran longest."""
+    """What ran when, in ms: a line for each run of works of one kind in a lane without a gap, with the kernel that ran
+    longest; a line for each collective.
+    """
     found = []
     for name, lane in lanes_of(works):
-        for run in (list(group) for _, group in itertools.groupby(lane, key=lambda w: w.kind)):
+        runs = [[lane[0]]]
+        for before, w in itertools.pairwise(lane):
+            if name == "wire" or w.kind != before.kind or w.start > before.end + GAP:
+                runs.append([])
+            runs[-1].append(w)
+        for run in runs:
             took = defaultdict(float)
             for w in run:
                 took[w.name] += w.end - w.start
