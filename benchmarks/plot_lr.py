@@ -179,7 +179,7 @@ def draw_losses(axes, losses: Losses, title: str) -> bool:
     axes.set_ylim(top=min(1.6 * min(every), 1.05 * max(every)))  # without runs that diverged
     axes.set_xscale("log", base=2)
     rates = sorted({lr for by_lr in losses.values() for lr in by_lr})
-    axes.set_xticks(rates, [f"{lr:g}" for lr in rates])
+    axes.set_xticks(rates, [f"{lr:g}" for lr in rates], rotation=45)
     axes.set(xlabel="learning rate of matrices", ylabel="held-out loss (nats per byte)", title=title)
     return True
 
