@@ -79,7 +79,9 @@ class FixedLaunch:
         self.last: tuple = (None, ())  # (stream, arguments of the C function)
 
     @classmethod
-    def of(cls, device: int, compiled: Any, programs: int, arguments: Sequence) -> FixedLaunch | None:
+    def of(
+        cls, device: int, compiled: Any, programs: int, arguments: Sequence
+    ) -> FixedLaunch | None:
         """Return a launch that has just been made; None if it cannot be started so. `compiled`:
         Triton's compiled kernel, None in the interpreter. `arguments`: the kernel's by position,
         tensors and constants, no descriptors. No tensor is kept alive.
