@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -62,6 +65,13 @@ def bits(model, optimizer) -> list[str]:
 
 def say(**found) -> None:
     os.write(1, f"\n{SAID}{json.dumps(found)}\n".encode())  # at once: ranks share the pipe
+
+
+def fabric() -> ModuleType:
+    """Fabric, of lightning or of the small wheel lightning-fabric. Skips the test where neither is installed."""
+    if importlib.util.find_spec("lightning"):
+        return importlib.import_module("lightning.fabric")
+    return pytest.importorskip("lightning_fabric")
 
 
 def fsdp2_on_cpu() -> None:
