@@ -2,7 +2,7 @@
 
     make build && python benchmarks/polar_page.py --stacks all --jobs 12 --out polar_page.csv
     ... --stacks 12x768x3072 --schedules qwen3_8:8 --peers gns dion       one stack, one schedule, two packages
-    ... --pause FILE     measure nothing while FILE exists; FILE.held exists as long as nothing is measured
+    ... --pause FILE     measure nothing while FILE exists; FILE.idle says that nothing is measured any more
     python benchmarks/polar_page.py --docs docs                           write the table of the page anew
 
 Inputs are normal, bf16, fresh for each round; the packages of a stack take turns. All have equal coefficients, given by
@@ -83,16 +83,23 @@ def gpu() -> str:
 
 
 def hold(pause: str | None) -> None:
-    """Wait while this file exists, and say so by another one with .held behind its name."""
-    if not pause or not Path(pause).exists():
-        return
-    held = Path(f"{pause}.held")
+    """Wait while this file exists."""
     if polar.DEVICE == "cuda":
         torch.cuda.synchronize()
-    held.touch()
-    while Path(pause).exists():
+    while paused(pause):
         time.sleep(0.2)
-    held.unlink(missing_ok=True)
+
+
+def paused(pause: str | None) -> bool:
+    """Whether this file exists. If so there is another one, with .idle behind its name: nothing is measured."""
+    if not pause:
+        return False
+    idle = Path(f"{pause}.idle")
+    if Path(pause).exists():
+        idle.touch()
+        return True
+    idle.unlink(missing_ok=True)
+    return False
 
 
 def arguments() -> argparse.Namespace:
@@ -173,11 +180,13 @@ def compile_side_by_side(tasks: list[tuple], options: argparse.Namespace) -> Non
     jobs = [process(target=compile_all, args=(rank, tasks, options), daemon=True) for rank in range(options.jobs)]
     for job in jobs:
         job.start()
-    for job in jobs:
-        job.join(max(0.0, start + options.compile_seconds - time.monotonic()))
+    while any(job.is_alive() for job in jobs) and time.monotonic() < start + options.compile_seconds:
+        paused(options.pause)
+        time.sleep(0.2)
     late = [job for job in jobs if job.is_alive()]
     for job in late:
         job.kill()
+        job.join()
     failed = sum(bool(job.exitcode) for job in jobs if job not in late)
     took = time.monotonic() - start
     print(f"compiled for {took:.0f} s by {len(jobs)} processes, of which {len(late)} were late and {failed} failed",
@@ -196,8 +205,7 @@ def compile_all(rank: int, tasks: list[tuple], options: argparse.Namespace) -> N
     tuned = [(tasks[0], name) for name in options.peers if name in peers.TUNED]
     others = [name for name in options.peers if name not in (*peers.TUNED, *peers.TUNED_BY_COMPILER)]
     for (shape, (name, count)), peer in [*tuned, *itertools.product(tasks[rank::options.jobs], others)]:
-        while options.pause and Path(options.pause).exists():
-            time.sleep(0.2)
+        hold(options.pause)
         torch._dynamo.reset()
         try:
             X = torch.randn(shape, device=polar.DEVICE, dtype=torch.bfloat16)

@@ -238,13 +238,13 @@ def test_nothing_is_measured_while_a_file_exists(tmp_path, monkeypatch):
     pause.touch()
 
     def sleep(seconds):
-        looks.append((tmp_path / "pause.held").exists())
+        looks.append((tmp_path / "pause.idle").exists())
         if len(looks) == 3:
             pause.unlink()
 
     monkeypatch.setattr(page.time, "sleep", sleep)
     page.hold(str(pause))
-    assert looks == [True] * 3 and not (tmp_path / "pause.held").exists()
+    assert looks == [True] * 3 and not (tmp_path / "pause.idle").exists()
 
 
 def test_memory_of_a_call_does_not_depend_on_what_the_first_one_left(monkeypatch):
