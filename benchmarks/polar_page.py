@@ -83,9 +83,10 @@ def gpu() -> str:
 
 
 def hold(pause: str | None) -> None:
-    """Wait while this file exists."""
-    if polar.DEVICE == "cuda":
+    """Wait while this file exists, without memory that others could have."""
+    if pause and Path(pause).exists() and polar.DEVICE == "cuda":
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
     while paused(pause):
         time.sleep(0.2)
 
