@@ -201,6 +201,108 @@ def test_the_table_of_polar_factors_takes_the_commit_with_most_stacks(monkeypatc
     assert f"- NVIDIA H100 80GB HBM3, 5 steps: {', '.join(page.peers.POLAR)}." in found["missing rows"]
 
 
+@pytest.fixture
+def factors(optimizer, tmp_path, monkeypatch):
+    """(benchmarks/polar_page.py, a function that runs it on two tiny stacks with two other packages, the table)."""
+    page, out = load("polar_page", monkeypatch), tmp_path / "page.csv"
+    monkeypatch.setattr(page.peers, "POLAR", {"whole": lambda steps: lambda X: X, "none": lambda steps: 1 / 0})
+
+    def measured(*arguments):
+        monkeypatch.setattr(sys, "argv", ["polar_page.py", "--stacks", "2x8x12", "2x8x8", "--schedules",
+                                          "polar_express:5", "--rounds", "1", "--burst-ms", "0.1", "--rest-ms", "0",
+                                          "--commit", "abc", "--out", str(out), *map(str, arguments)])
+        page.main()
+        return [(row["implementation"], row["cols"], row["note"]) for row in importlib.import_module("rows").read(out)
+                ] if out.exists() else []
+
+    return page, measured
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
+def test_stacks_with_rows_are_not_measured_again(factors, capsys):
+    _, measured = factors
+    assert measured("--seconds", 0) == [] and "[(2, 8, 12, 5), (2, 8, 8, 5)]" in capsys.readouterr().out
+    first = measured("--stacks", "2x8x12", "--peers", "none")
+    assert first == [("ours", "12", ""), ("none", "12", "ZeroDivisionError")]
+    assert "none (2, 8, 12): ZeroDivisionError" in capsys.readouterr().out
+    measured("--stacks", "2x8x12", "--peers", "none")
+    rows = measured()
+    assert rows[:2] == first and [row[:2] for row in rows[2:]] == [
+        (name, cols) for cols in ("12", "8") for name in ("ours", "whole", "none")]
+    assert measured() == rows and len(measured("--commit", "other")) == len(rows) + 6
+
+
+def test_nothing_is_measured_while_a_file_exists(tmp_path, monkeypatch):
+    page, pause, looks = load("polar_page", monkeypatch), tmp_path / "pause", []
+    page.hold(None)
+    page.hold(str(pause))
+    pause.touch()
+
+    def sleep(seconds):
+        looks.append((tmp_path / "pause.idle").exists())
+        if len(looks) == 3:
+            pause.unlink()
+
+    monkeypatch.setattr(page.time, "sleep", sleep)
+    page.hold(str(pause))
+    assert looks == [True] * 3 and not (tmp_path / "pause.idle").exists()
+
+
+def test_memory_of_a_call_does_not_depend_on_what_the_first_one_left(monkeypatch):
+    """A cycle keeps 5 MiB of the first call, the second frees cycles as Python may, and allocates 3 MiB itself."""
+    page, held = load("polar_page", monkeypatch), {"now": 0, "most": 0}
+
+    class Buffer:
+        def __init__(self, mib):
+            self.bytes = mib * 2**20
+            held["now"] += self.bytes
+            held["most"] = max(held.values())
+
+        def __del__(self):
+            held["now"] -= self.bytes
+
+    monkeypatch.setattr(page.polar, "DEVICE", "cuda")
+    for name, function in {"synchronize": lambda: None, "memory_allocated": lambda: held["now"],
+                           "max_memory_allocated": lambda: held["most"],
+                           "reset_peak_memory_stats": lambda: held.update(most=held["now"])}.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    calls, memory = [], {}
+
+    def call(X):
+        if not calls:
+            left = [Buffer(5)]
+            left.append(left)
+        elif gc.isenabled():
+            gc.collect()
+        calls.append(Buffer(3) and 0)
+
+    page.with_memory(lambda: call, torch.empty(0), memory, "dion")
+    assert memory == {"dion": 3.0} and len(calls) == 2 and gc.isenabled()
+
+
+@pytest.mark.parametrize("bad, found", [(0, [2]), (2, [1, 2, 3]), (9, [1, 2, 3, 4])])
+def test_restarts_of_gns_are_as_few_as_are_stable(bad, found, monkeypatch):
+    """By the package's own search: with less than `bad` restarts Q grows, and for one it raises."""
+    peers, made = load("peers", monkeypatch), {}
+    peers.gns_restarts.cache_clear()
+
+    def search(values, triples, lowest, num_restarts):
+        print("much")
+        if num_restarts < bad - 1:
+            raise ValueError("all blow up")
+        return [2] if num_restarts == 1 else list(range(1, num_restarts + 1))
+
+    stand_in(monkeypatch, "gram_newton_schulz.restart_autotune", find_best_restarts=search,
+             simulate_perturbed_gram_newton_schulz=lambda *about, reset_indices: len(reset_indices),
+             stability_metric=lambda restarts: 85 if restarts > bad else 1e5)
+    package = sys.modules["gram_newton_schulz"]
+    package.restart_autotune = sys.modules["gram_newton_schulz.restart_autotune"]
+    package.GramNewtonSchulz = lambda **given: made.update(given)
+    peers.gns(types.SimpleNamespace(triples=[[1.0, 2.0, 3.0]] * 5))
+    assert made["gram_newton_schulz_reset_iterations"] == found and len(made["ns_coefficients"]) == 5
+    peers.gns_restarts.cache_clear()
+
+
 def stand_in(monkeypatch, name, **functions):
     """A module of a package that is not installed, and the packages above it."""
     parts = name.split(".")
