@@ -440,8 +440,8 @@ def test_sampled_rows(part):
         assert True in found and (False in found or len(found) < 3)
 
 
-@pytest.mark.parametrize("shape, of_one, of_48", [((768, 768), 0.12, 0.02), ((3072, 768), 0.12, 0.02),
-                                                  ((768, 3072), 0.2, 0.03)])
+@pytest.mark.parametrize("shape, of_one, of_48", [((768, 768), 0.06, 0.02), ((3072, 768), 0.06, 0.02),
+                                                  ((768, 3072), 0.12, 0.03)])
 def test_sampled_rows_are_near_all_rows(shape, of_one, of_48, part):
     """Norms of matrices whose rows have norms of a log-normal distribution, exp of a standard deviation of 0.5, and of
     48 of them together (docs/metrics.md).

@@ -7,7 +7,6 @@ gradient with placements different from the parameter's.
 from __future__ import annotations
 
 import functools
-import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence

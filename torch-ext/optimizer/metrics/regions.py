@@ -16,7 +16,7 @@ SHARE = 32
 # Of matrices whole rows are read, in groups of about so many elements: those that a program of a
 # kernel steps. Of a matrix of few rows at least so many groups
 GROUP_ELEMENTS = 4096
-GROUPS = 32
+GROUPS = 16
 
 
 def regions_of(layout: Layout, rank: int) -> list[Region]:

@@ -322,12 +322,12 @@ def _pack_kernel(
             # Before the momenta are written. Of few elements at a time: more registers than the
             # rest of the kernel takes would slow down every program
             total = tl.zeros([PART // 8 if ACCESS == 1 else PART], tl.float32)
-            if update_momentum != 0:
-                for part in range(0, BLOCK // PART):
-                    total += _squares(
-                        records, blocks, addresses, weight, flags, places, groups, table,
-                        part * PART, SKIPS, GROUPED, SUMS, FIELDS, PART, ACCESS, TYPE_0, TYPE_2
-                    )  # fmt: skip
+            # None if momenta are not written: the flag is 0 or 1
+            for part in range(0, update_momentum * (BLOCK // PART)):
+                total += _squares(
+                    records, blocks, addresses, weight, flags, places, groups, table,
+                    part * PART, SKIPS, GROUPED, SUMS, FIELDS, PART, ACCESS, TYPE_0, TYPE_2
+                )  # fmt: skip
             tl.store(squares + at * 3 + 2, tl.sum(total, axis=0))
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     m_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)

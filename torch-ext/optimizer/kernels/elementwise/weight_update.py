@@ -458,8 +458,8 @@ def _step_tile(
     TYPE_5: tl.constexpr = None,
 ):
     """Compute `WeightUpdate` for a block of elements, `offset` elements behind the first of the
-    program. Without STORES return the squares of update, weight and momentum where elements are
-    added up, as they will be stored, and write nothing. Arguments as for `_update_kernel`.
+    program; arguments as for `_update_kernel`. Without STORES write nothing, and return the squares
+    of update, weight and momentum, as they will be stored, where elements are added up.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS, offset)
     group = group_offset(blocks, groups, GROUPED)
@@ -474,10 +474,10 @@ def _step_tile(
         factor = sent_factor if DECAY == 3 else factor * sent_factor
     if not STORES:
         inside = counted(inside, row, blocks, offset, table, BLOCK, ACCESS)
-    stored = inside
+    stored = inside  # sums need the values of skipped rectangles, too
     if SKIPS:
         inside = unskipped(inside, blocks, flags, places)
-    stored = inside if STORES else stored  # sums need the values of skipped rectangles, too
+        stored = inside if STORES else stored
     w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
     w = tl.load(w_at, mask=stored)
     LIST: tl.constexpr = 2 + MOMENTA + (DECAY == 2)  # of positions or rests
@@ -545,10 +545,8 @@ def _step_tile(
         if not SPLIT:
             new = new.to(TYPE_0).to(tl.float32)
         new = tl.where(inside, new, w)
-        update_square = square_of(new - w, stored, ACCESS)
-        if not MOMENTA:
-            momentum_square = update_square * 0.0
-        return update_square, square_of(new, stored, ACCESS), momentum_square
+        update = square_of(new - w, stored, ACCESS)
+        return update, square_of(new, stored, ACCESS), momentum_square if MOMENTA else update * 0.0
 
 
 @jit.unspecialized("update_momentum")
