@@ -24,7 +24,7 @@ GOLDEN = 2654435769  # 2^32 divided by the golden ratio, odd; kernels have the n
 
 
 def place_of(stratum: Any, share: Any) -> Any:
-    """Return the place in a stratum that is read, from 0 to `share` - 1; integers, or int64 tensors.
+    """Return the place in a stratum that is read, from 0 to `share` - 1: integers or int64 tensors.
     A multiplicative hash (Knuth, TAOCP 3, 6.4).
     """
     return (((stratum * GOLDEN) & 0xFFFFFFFF) >> 27) & (share - 1)
