@@ -606,10 +606,10 @@ def _update_kernel(
             momentum_square = update_square
             for part in range(0, BLOCK // PART):
                 u, w, m = _step_tile(
-                    records, blocks, scales, sent, factors, addresses, weight, flags, places, groups,
-                    keys, table, update_momentum, part * PART, False, MOMENTA, SKIPS, GROUPED, DECAY,
-                    SUMS, FACTORS, ROUNDS, FEEDBACK, FIELDS, PART, ACCESS, TYPE_0, TYPE_1, TYPE_2,
-                    TYPE_3, TYPE_4, TYPE_5
+                    records, blocks, scales, sent, factors, addresses, weight, flags, places,
+                    groups, keys, table, update_momentum, part * PART, False, MOMENTA, SKIPS,
+                    GROUPED, DECAY, SUMS, FACTORS, ROUNDS, FEEDBACK, FIELDS, PART, ACCESS,
+                    TYPE_0, TYPE_1, TYPE_2, TYPE_3, TYPE_4, TYPE_5
                 )  # fmt: skip
                 update_square += u
                 weight_square += w
