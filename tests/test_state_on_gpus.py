@@ -95,10 +95,11 @@ def through_torch(rank, world, kind, device):
     model, opt = built(kind, device, True)
     stepped(model, opt, range(STEPS))
     found = {"steps": differences(model, opt, whole, own)}
-    for name, p in model.named_parameters():
-        keys = {"momentum_buffer", "exp_avg"} & opt.state[p].keys()
-        if "in host" in kind and opt._options.offload_state is True:
-            found["place"] = [name for key in keys if opt.state[p][key].device.type != "cpu"]
+    if opt._options.offload_state is True:
+        of_elements = [(name, p, {"momentum_buffer", "exp_avg"} & opt.state[p].keys())
+                       for name, p in model.named_parameters()]
+        found["place"] = [name for name, p, keys in of_elements
+                          if not keys or any(opt.state[p][key].device.type != "cpu" for key in keys)]
     # Of every rank, on its GPU; then of rank 0, on its host
     states = [dsd.get_optimizer_state_dict(model, opt, options=options) for options in (WHOLE, OF_RANK_0)]
     weights = dsd.get_model_state_dict(model, options=WHOLE)
