@@ -8,6 +8,8 @@
     ... --ranks 1 2 4 8 --layers 4 8 16              as it grows
     ... --adamw --turns 3 --optimizers muon muon_metrics    what metrics cost a step with embeddings, norms and biases
     ... --optimizers muon adamw --runs eager replay  beside torch's fused AdamW on the same parameters
+    ... --optimizers muon lion muon_offload --adamw    embeddings by Lion; AdamW's averages on the host, too
+    ... --models kimi_k2 --modes ep --layers 1 --memory --report    bytes before the first step beside those of a step
     ... --trace traces                               one more step, profiled, for tools/timeline.py
     python benchmarks/plot_step.py step.csv          figures
 
@@ -15,8 +17,9 @@ Weights are 0.02 x normal and gradients 0.01 x normal, fp32. After warm-up, ever
 with a synchronize and a barrier before it; a figure is the largest over the ranks, then the median over the steps.
 `median_ms` is of a step that begins on an idle GPU, so that it holds the host's time too. `behind_ms` is of a step that
 is queued behind 40 ms of products and a small all-reduce, as in a training run: the host is ahead, and ranks begin
-together. Without a GPU, ranks are CPU processes with gloo, times are the host's and `behind_ms` stays empty: good to
-try the script.
+together. `peak_mib` is the most memory that torch had allocated in these steps, with weights and gradients; `state_mib`
+the part of the optimizer's state on the GPU. Without a GPU, ranks are CPU processes with gloo, times are the host's and
+`behind_ms` stays empty: good to try the script.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from rows import add_output, append  # noqa: E402
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
 COLUMNS = ("commit gpu ranks mode model implementation optimizer run median_ms p20_ms p80_ms host_ms first_step_s "
-           "extra_mib floor_ms torch triton layers behind_ms").split()
+           "extra_mib floor_ms torch triton layers behind_ms peak_mib state_mib").split()
 MESHES = {  # mode -> (mesh shape for W ranks, placements as letters)
     "fsdp": lambda W: ((W,), "0"),
     "hsdp": lambda W: ((2, W // 2), "R0"),
@@ -56,15 +59,27 @@ MESHES = {  # mode -> (mesh shape for W ranks, placements as letters)
     **dict.fromkeys(("ddp", "ddp_sharded", "reduce", "allreduce", "single"), lambda W: None),
 }
 IN_8_BITS = ("muon_int8", "normuon_int8", "muon_bf16_int8")  # with 8-bit momentum
-# With bf16 weights and gradients, rounded to nearest or as halves of fp32
-IN_BF16 = ("muon_bf16", "muon_split16", "muon_bf16_int8", "muon_bf16_offload")
-ON_HOST = ("muon_offload", "muon_bf16_offload")  # with momentum on the host
+# With bf16 weights and gradients, rounded to nearest, at random, or as halves of fp32
+IN_BF16 = ("muon_bf16", "muon_stochastic", "muon_split16", "muon_bf16_int8", "muon_bf16_offload")
+ON_HOST = ("muon_offload", "muon_bf16_offload")  # with all state on the host
 WITH_METRICS = ("muon_metrics",)  # with collect_metrics
 RULES = ("normuon_columns", "normuon_aspect", "adamuon", "muon_plus", "hyperball", "scion", "dion2",
          "dion3")  # by name, of matrices
 AT_OWNERS = {f"{rule}_at_owners": rule for rule in ("adamuon", "normuon", "hyperball")}  # with state_at_owners
+OF_OTHERS = ("lion", "sgd", "sign")  # by name, in place of AdamW: with --adamw
+FORMS = {  # options of Muon
+    "muon_cautious": {"decay": "cautious"}, "muon_initial": {"decay": "initial"}, "muon_sum": {"momentum_form": "sum"},
+    "muon_bias_corrected": {"momentum_form": "bias_corrected"}, "muon_stochastic": {"rounding": "stochastic"},
+    "muon_split16": {"master_weights": "split16"}, "muon_qk_clip": {}, "muon_averages_int8": {},
+    **{f"{rule}_at_owners": {"rule": rule, "state_at_owners": True} for rule in AT_OWNERS.values()},
+    **{rule: {"rule": rule} for rule in RULES}, **dict.fromkeys(IN_8_BITS, {"state_dtype": torch.int8}),
+    **dict.fromkeys(ON_HOST, {"offload_state": True})}
+# More state than momentum in fp32, or in another form
+WITH_OTHER_STATE = (*IN_8_BITS, *ON_HOST, "muon_split16", "muon_initial", "muon_sum")
+HEADS = {  # model -> (heads, key heads, position of q and of k in a layer), for muon_qk_clip
+    "gpt2_124m": (12, 12, 0, 1), "qwen3_1p7b": (16, 8, 0, 2), "llama3_8b": (32, 8, 0, 2), "tiny": (4, 4, 0, 1)}
 OPTIMIZERS = dict.fromkeys(("muon", "normuon", "adamw") + IN_8_BITS + IN_BF16 + ON_HOST + WITH_METRICS + RULES
-                           + tuple(AT_OWNERS))
+                           + tuple(AT_OWNERS) + OF_OTHERS + tuple(FORMS))
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
 REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 OTHER_WORK = 25, 8192  # so many bf16 products of square matrices of this size take 40 ms on an H100
@@ -121,6 +136,8 @@ def arguments():
     parser.add_argument("--warmup", type=int, default=4, help="steps before them")
     parser.add_argument("--workspace-mib", type=int, default=None, help="workspace_bytes, in MiB")
     parser.add_argument("--trace", type=Path, default=None, help="folder for traces of one more step, one per rank")
+    parser.add_argument("--memory", action="store_true",
+                        help="print rank 0's memory by kind, planned before the first step and measured after the last")
     parser.add_argument("--report", action="store_true", help="print rank 0's plan_report(), with one more step timed")
     add_output(parser, COLUMNS, "step.csv")
     options = parser.parse_args()
@@ -129,6 +146,10 @@ def arguments():
         parser.error("--runs replay needs a GPU: it replays a CUDA graph")
     if options.adamw and (unknown := sorted(set(options.models) - set(ADAMW))):
         parser.error(f"--adamw: {', '.join(unknown)} has no embeddings here; models that have: {', '.join(ADAMW)}")
+    if not options.adamw and (without := {*OF_OTHERS, "muon_averages_int8"} & {*options.optimizers}):
+        parser.error(f"{', '.join(sorted(without))}: of the parameters that --adamw adds")
+    if "muon_qk_clip" in options.optimizers and (unknown := sorted(set(options.models) - set(HEADS))):
+        parser.error(f"muon_qk_clip: {', '.join(unknown)} has no heads here; models that have: {', '.join(HEADS)}")
     return options
 
 
@@ -138,7 +159,7 @@ def worker(rank: int, ranks: int, port: int, options) -> None:
         row = Measurement(rank, ranks, device, options, **case).row()
         gc.collect()  # graphs and hooks make cycles, which hold a model each
         if rank == 0:
-            print({k: row[k] for k in (*COLUMNS[2:15], "layers", "behind_ms")}, flush=True)
+            print({k: row[k] for k in (*COLUMNS[2:15], *COLUMNS[17:])}, flush=True)
             append(options.out, COLUMNS, [row])
     leave()
 
@@ -175,9 +196,10 @@ class Measurement:
         dtype = torch.bfloat16 if optimizer in IN_BF16 else torch.float32
         self.others = shapes_of(model, layers, ADAMW) if options.adamw else []  # stepped by AdamW
         self.params = parameters([*self.shapes, *self.others], mode, ranks, device, dtype)
+        self.named = [(f"{number}", p) for number, p in enumerate(self.params)]
+        self.clip, self.logits = self.qk_clip() if optimizer == "muon_qk_clip" else (None, {})
         self.opt = self.make()
-        # More than momentum in fp32, or other
-        has_more = options.adamw and optimizer != "adamw" or optimizer in (*IN_8_BITS, *ON_HOST, "muon_split16")
+        has_more = options.adamw and optimizer != "adamw" or optimizer in WITH_OTHER_STATE
         self.state = self.opt.init_state() if has_more else create_state(self.opt, self.params, mode)
         self.flat = flatten([p.grad for p in self.params]) if mode == "allreduce" else []
         if self.flat:
@@ -193,35 +215,43 @@ class Measurement:
         shared = {"process_group": dist.group.WORLD} if replicated else {}
         room = self.options.workspace_mib
         kind = package.NorMuon if self.optimizer in ("normuon", "normuon_int8") else package.Muon
-        rule = {"rule": self.optimizer} if self.optimizer in RULES else {}
-        if self.optimizer in AT_OWNERS:
-            rule = {"rule": AT_OWNERS[self.optimizer], "state_at_owners": True}
-        if self.optimizer in IN_8_BITS:
-            rule = {"state_dtype": torch.int8}
-        if self.optimizer == "muon_split16":
-            rule = {"master_weights": "split16"}
-        if self.optimizer in ON_HOST:
-            rule = {"offload_state": True}
-        groups = self.params
+        groups = self.named
         if self.others:
             count = len(self.shapes)
-            groups = [{"params": groups[:count]}, {"params": groups[count:], "use_muon": False}]
+            of_others = {"rule": self.optimizer} if self.optimizer in OF_OTHERS else {}
+            if self.optimizer == "muon_averages_int8":
+                of_others = {"state_dtype": torch.int8}
+            groups = [{"params": groups[:count]}, {"params": groups[count:], "use_muon": False, **of_others}]
+        form = {**FORMS.get(self.optimizer, {}), "qk_clip": self.clip}
         opt = kind(
-            groups, **rule, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=self.mode != "reduce",
+            groups, **form, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=self.mode != "reduce",
             shard_state=self.mode == "ddp_sharded", capturable=self.run == "graph",
             workspace_bytes=None if room is None else room << 20, **shared)
         opt.collect_metrics = self.optimizer in WITH_METRICS
         return opt
 
+    def qk_clip(self) -> tuple:
+        """QK-clip of the queries and keys of all layers, and largest logits of which half are above the threshold."""
+        from kernels import get_kernel
+
+        heads, key_heads, q, k = HEADS[self.model]
+        own = len(self.shapes) // (count := self.layers or max(count for count, _ in MODELS[self.model]))
+        layers = {f"layer{i}": {"heads": heads, "kv_heads": key_heads, "weights": {
+            f"{i * own + q}": "q", f"{i * own + k}": "k"}} for i in range(count)}
+        logits = torch.tensor([90.0, 110.0], device=self.device).repeat(heads)[:heads]
+        clip = get_kernel("org/optimizer", version=1).QKClip(100.0, layers)
+        return clip, {"qk_logits": dict.fromkeys(layers, logits)}
+
     def step(self):
         """What is timed: the optimizer's step, with the gradients' all-reduce where that is the mode."""
         for work in [dist.all_reduce(flat, async_op=True) for flat in self.flat]:
             work.wait()
-        self.opt.step()
+        self.opt.step(**self.logits)
 
     def row(self) -> dict:
         """The CSV's row."""
         synchronize(self.device)
+        planned = self.opt.memory_report() if self.options.memory and self.optimizer != "adamw" else None
         before = allocated(self.device)
         start = time.perf_counter()
         self.step()
@@ -232,12 +262,17 @@ class Measurement:
         if self.run == "replay":
             self.replay()
         times, hosts = zip(*(timed(self.step, self.device) for _ in range(self.options.steps)))
-        extra = peak(self.device) - before
+        most = peak(self.device)
         behind = timed_behind(self.step, self.device, self.options.steps) if self.device.type == "cuda" else []
         self.look()
-        figures = torch.tensor([*times, *hosts, *behind, first_s, extra], dtype=torch.float64, device=self.device)
+        if planned is not None and self.rank == 0:
+            print(beside(planned, self.opt.memory_report(), most), flush=True)
+        bytes_of_rank = most - before, most, self.state_bytes()
+        figures = torch.tensor([*times, *hosts, *behind, first_s, *bytes_of_rank], dtype=torch.float64,
+                               device=self.device)
         dist.all_reduce(figures, dist.ReduceOp.MAX)
-        times, hosts, behind = (part.tolist() for part in figures[:-2].split([len(times), len(hosts), len(behind)]))
+        times, hosts, behind = (part.tolist() for part in figures[:-4].split([len(times), len(hosts), len(behind)]))
+        first_s, *mib = figures[-4].item(), *(figures[-3:] / 2**20).tolist()
         quantiles = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
         return {
             "commit": self.options.commit, "gpu": device_name(self.device), "ranks": self.ranks,
@@ -246,15 +281,22 @@ class Measurement:
             "optimizer": self.optimizer, "run": self.run,
             "median_ms": round(statistics.median(times), 4), "p20_ms": round(quantiles[0], 4),
             "p80_ms": round(quantiles[3], 4), "host_ms": round(statistics.median(hosts), 4),
-            "first_step_s": round(figures[-2].item(), 3), "extra_mib": round(figures[-1].item() / 2**20, 1),
+            "first_step_s": round(first_s, 3), "extra_mib": round(mib[0], 1),
             "floor_ms": round(self.floor_ms(), 4), "torch": torch.__version__, "triton": triton_version(),
-            "layers": self.layers or "", "behind_ms": round(statistics.median(behind), 4) if behind else ""}
+            "layers": self.layers or "", "behind_ms": round(statistics.median(behind), 4) if behind else "",
+            "peak_mib": round(mib[1], 1), "state_mib": round(mib[2], 3)}
+
+    def state_bytes(self) -> int:
+        """Of the optimizer's state on this rank's device."""
+        found = [t for of in self.opt.state.values() for t in of.values() if isinstance(t, torch.Tensor)]
+        found = [t.to_local() if hasattr(t, "to_local") else t for t in found]
+        return sum(t.nbytes for t in found if t.device.type == self.device.type)
 
     def replay(self) -> None:
         """From now on a step is the replay of a graph that holds one."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.opt.step()
+            self.opt.step(**self.logits)
         self.step = graph.replay
 
     def floor_ms(self) -> float:
@@ -284,6 +326,20 @@ class Measurement:
             self.opt.timing = False
             if self.rank == 0:
                 print(self.opt.plan_report(), flush=True)
+
+
+def beside(planned, measured, most: int) -> str:
+    """Two memory reports as a table of MiB by kind and place, and what torch had allocated at most."""
+    lines = ["memory of rank 0 in MiB         planned   measured"]
+    for kind in dict.fromkeys(row.kind for row in (*planned.rows, *measured.rows)):
+        for where in ("device", "host"):
+            sizes = [report.bytes_of(kind, where=where) / 2**20 for report in (planned, measured)]
+            if any(sizes):
+                lines.append(f"{kind:12} {where:12} {sizes[0]:14.2f} {sizes[1]:10.2f}")
+    sizes = [report.bytes_of(where="device") / 2**20 for report in (planned, measured)]
+    lines += [f"{'sum':12} {'device':12} {sizes[0]:14.2f} {sizes[1]:10.2f}",
+              f"torch had allocated at most {most / 2**20:.2f}"]
+    return "\n".join(lines)
 
 
 def trace(step, device, path) -> None:

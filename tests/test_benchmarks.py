@@ -576,12 +576,17 @@ def test_step_measures_every_mode_and_is_drawn(optimizer, tmp_path):
     common = ["--models", "tiny", "--ranks", 2, "--steps", 2, "--warmup", 1, "--commit", "abc"]
     modes = ["fsdp", "hsdp", "hsdp4", "tp_fsdp", "ddp", "ddp_sharded", "reduce", "allreduce", "single"]
     assert "than 2 ranks: hsdp4\n" in run("step.py", *common, "--modes", *modes, "--out", tmp_path / "step.csv")
-    run("step.py", *common, "--modes", "tp_fsdp", "--adamw", "--turns", 2, "--optimizers", "muon", "muon_metrics",
-        "adamw", "--out", tmp_path / "metrics.csv")
+    also = ["lion", "muon_qk_clip", "muon_stochastic", "muon_initial"]
+    text = run("step.py", *common, "--modes", "tp_fsdp", "--adamw", "--turns", 2, "--optimizers", "muon",
+               "muon_metrics", "adamw", *also, "--memory", "--out", tmp_path / "metrics.csv")
+    assert text.count("memory of rank 0 in MiB") == 2 * (2 + len(also))
+    assert len(set(re.findall(r"^state +device +([\d.]+) +\1$", text, re.M))) > 2  # planned is measured
     with open(tmp_path / "metrics.csv", newline="") as file:
         turns = list(csv.DictReader(file))
     assert [(row["optimizer"], row["implementation"]) for row in turns] == 2 * [
-        ("muon", "ours"), ("muon_metrics", "ours"), ("adamw", "torch")]
+        ("muon", "ours"), ("muon_metrics", "ours"), ("adamw", "torch"), *((name, "ours") for name in also)]
+    state = {row["optimizer"]: float(row["state_mib"]) for row in turns}
+    assert state["lion"] < state["muon"] == state["muon_qk_clip"] < state["muon_initial"]
     assert len({row["floor_ms"] for row in turns}) == 2
     assert {row["model"] for row in turns} == {"tiny_adamw"} and all(float(row["median_ms"]) > 0 for row in turns)
     text = run("step.py", *common, "--modes", "fsdp", "ep", "--runs", "eager", "graph", "--optimizers", "normuon",

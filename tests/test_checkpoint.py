@@ -41,7 +41,8 @@ SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE, "rules": BY_ROWS, "column rul
 BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm",  # the others are fp32
         "dense.hyperball", "dense.scion", "rest.lion", "experts.normuon_aspect")
 STEPS = 3
-IN = {"8 bits": {"state_dtype": torch.int8}, "halves": {"master_weights": "split16"}}  # after a name
+IN = {"8 bits": {"state_dtype": torch.int8}, "halves": {"master_weights": "split16"},  # after a name
+      "host memory": {"offload_state": True}}
 
 
 def placements_of(layout, world):
@@ -160,8 +161,8 @@ def is_part(tensor, full):
 
 
 def whole_run(rank, world, name, even, device, count):
-    """The content of a run on one process after the steps of each stage."""
-    shapes, contents = SHAPES[even], []
+    """The content of a run on one process after the steps of each stage; with its state on the device."""
+    shapes, contents, name = SHAPES[even], [], name.removesuffix(" in host memory")
     model, keep = model_of(shapes, "one process", 1, device)
     fill(model, keep, initial(shapes))
     optimizer = build(model, name)

@@ -23,7 +23,7 @@ from .rules.muon import REST_KEY
 from .rules.rule import sharded_keys
 from .state import create
 from .state.consolidated import check_target, consolidate
-from .state.state_dict import Loading, called_by_checkpoint, without_splits
+from .state.state_dict import Loading, called_by_checkpoint, on_one_device, without_splits
 from .state.weights.split import (
     local_weights,
     master_weight,
@@ -115,6 +115,8 @@ class StateDictMethods(ForwardOverlapMethods):
         """
         by_checkpoint = called_by_checkpoint()
         saved = with_shown_rests(without_functions(self._saved(by_checkpoint)))
+        if by_checkpoint and self._options.offload_state:
+            saved = on_one_device(saved)
         return without_splits(saved) if by_checkpoint else saved
 
     def _saved(self, by_checkpoint: bool) -> dict:

@@ -55,8 +55,9 @@ LABELS = ("param_names", "name", *SPLITS)
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
 
 
-def called_by_checkpoint() -> bool:
-    """Return whether torch.distributed.checkpoint is among the callers of the current function.
+def called_by_checkpoint(function: str | None = None) -> bool:
+    """Return whether torch.distributed.checkpoint is among the callers of the current function;
+    with `function`, whether its function of this name is.
 
     torch.distributed.checkpoint loads into the tensors of `state_dict()`, and needs state of every
     parameter. Other callers must not get new state: accelerate's `prepare` calls `state_dict()`
@@ -67,7 +68,8 @@ def called_by_checkpoint() -> bool:
     frame = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.checkpoint"):
-            return True
+            if function in (None, frame.f_code.co_name):
+                return True
         frame = frame.f_back
     return False
 
@@ -84,6 +86,30 @@ def without_splits(state_dict: dict) -> dict:
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "param_groups": groups}
+
+
+def on_one_device(state_dict: dict) -> dict:
+    """Return a state dict with all state of offloaded optimizers on the host, if the caller is
+    torch's `set_optimizer_state_dict` with `full_state_dict=True`.
+
+    torch fills the tensors from whole ones and passes them to `load_state_dict`. Before that it
+    raises ValueError ("Device mismatch") for state on several devices, as per row and per element.
+    """
+    if not called_by_checkpoint("_load_optim_state_dict"):
+        return state_dict
+    state = {
+        number: {key: _on_host(value) for key, value in of.items()}
+        for number, of in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _on_host(value: object) -> object:
+    """A tensor with dims, or the shard of a DTensor, on the host; all others unchanged."""
+    if not isinstance(value, torch.Tensor) or not value.ndim or value.device.type == "cpu":
+        return value
+    local = local_of(value).cpu()
+    return with_local(value, local) if is_dtensor(value) else local
 
 
 class Loading:
