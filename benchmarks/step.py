@@ -450,7 +450,7 @@ def export(profiler, path) -> None:
 
 def create_state(opt, params, mode):
     """Momentum that is there before memory is measured, as in a run that goes on (targets count what the step adds)."""
-    if mode in ("reduce", "ddp_sharded") or not hasattr(opt, "init_state"):  # torch's at the first step, Dion's is there
+    if mode in ("reduce", "ddp_sharded") or not hasattr(opt, "init_state"):  # not ours
         return None
     for p in params:
         opt.state[p]["momentum_buffer"] = torch.zeros_like(p.detach(), dtype=torch.float32)
