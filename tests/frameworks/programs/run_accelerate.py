@@ -22,7 +22,7 @@ NORMS = []
 
 
 def make():
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)  # else FSDP is on already, without the plugin
     GradientState._reset_state()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
