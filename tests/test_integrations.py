@@ -107,7 +107,7 @@ def test_the_config_of_the_document():
     assert isinstance(optimizer, package().NorMuon)
     assert values(optimizer, "split") == {"layers.q_proj.weight": {"heads": 32}}
     assert values(optimizer, "lr") == {
-        "layers.q_proj.weight": 0.01, "embed.weight": 0.001, "model.vision_tower.up.weight": 0.02}
+        "layers.q_proj.weight": 1.5e-4, "embed.weight": 1e-3, "model.vision_tower.up.weight": 3e-4}
     assert not values(optimizer, "use_muon")["model.vision_tower.up.weight"]
     keys = part("integrations.config")
     assert all(f"`{key}`" in text for key in (*keys.IGNORED, *keys.ONLY_FALSE, *keys.CALLED, *keys.DTYPES))
