@@ -191,6 +191,17 @@ def test_code_blocks_compile(document):
         compile("\n" * before + code, document, "exec")
 
 
+def test_the_rule_of_ones_own_runs_as_it_stands(optimizer):
+    """Alone, without the other blocks of docs/rules.md."""
+    before, ranks, code = next(block for block in blocks("docs/rules.md") if "optimizer.Rule)" in block[2])
+    assert ranks == 1 and len(code.splitlines()) <= 30
+    names = {"__name__": "__main__"}
+    exec(compile("\n" * before + code, "docs/rules.md", "exec"), names)
+    weight = names["model"].weight
+    norms = names["opt"].state[weight]["row_norm"]  # of rows of the polar factor of a matrix of rank 1
+    assert norms.square().sum() == pytest.approx(0.1**2, rel=0.3)
+
+
 # Tables and entries
 
 

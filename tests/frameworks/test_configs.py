@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 import types
@@ -25,10 +24,10 @@ def recipe(section: str, language: str) -> str:
     return re.search(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
 
 
-def module_of(section: str, monkeypatch, **names: object) -> types.ModuleType:
-    """`my_module` with the code of a section, which begins with these names."""
+def module_of(section: str, monkeypatch) -> types.ModuleType:
+    """`my_module` with the code of a section, imports included."""
     made = types.ModuleType("my_module")
-    made.__dict__.update(names, dataclasses=dataclasses, sharded_muon=package())
+    monkeypatch.setitem(sys.modules, "sharded_muon", package())
     monkeypatch.setitem(sys.modules, "my_module", made)
     exec(compile(recipe(section, "python"), str(PAGE), "exec"), made.__dict__)
     return made
@@ -64,16 +63,15 @@ def lowers_the_loss(model: nn.Module, optimizer: torch.optim.Optimizer, vocabula
 def test_nemo_automodel(monkeypatch):
     config = pytest.importorskip("nemo_automodel.recipes._typed_config")
     from nemo_automodel.components.config.loader import ConfigNode
-    from nemo_automodel.components.optim.optimizer import OptimizerConfig
 
-    module_of("NeMo Automodel", monkeypatch, OptimizerConfig=OptimizerConfig)
+    module_of("NeMo Automodel", monkeypatch)
     text = recipe("NeMo Automodel", "yaml")
     entry = config.RecipeConfig(ConfigNode(yaml.safe_load(text))).optimizer
     model = Model()
     [optimizer] = entry.build(model, device_mesh=None, is_peft=False)
     rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
     assert isinstance(optimizer, package().Muon)
-    assert (rates["layers.0.up.weight"], rates["layers.0.down.weight"]) == (0.02, 0.01)
+    assert (rates["layers.0.up.weight"], rates["layers.0.down.weight"]) == (3e-4, 1.5e-4)
     assert lowers_the_loss(model, optimizer, 16)
     wrong = ConfigNode(yaml.safe_load(text.replace("weight_decay", "wieght_decay")))
     with pytest.raises(ValueError, match="there is no key 'wieght_decay'; did you mean 'weight_decay'"):
@@ -91,9 +89,8 @@ def olmo_core_optim(monkeypatch) -> types.ModuleType:
 def test_olmo_core(monkeypatch):
     olmo = olmo_core_optim(monkeypatch)
     from olmo_core.nn.transformer import TransformerConfig
-    from olmo_core.optim.muon import MuonConfig
 
-    made = module_of("OLMo-core", monkeypatch, OptimConfig=olmo.OptimConfig, MuonConfig=MuonConfig)
+    made = module_of("OLMo-core", monkeypatch)
     entry = olmo.OptimConfig.from_dict(yaml.safe_load(recipe("OLMo-core", "yaml")))
     assert type(entry) is made.ShardedMuonConfig
     model = TransformerConfig.llama_like(vocab_size=16, d_model=16, n_layers=1, n_heads=2).build(init_device="cpu")
@@ -111,7 +108,7 @@ def test_axolotl(monkeypatch):
     mixin = pytest.importorskip("axolotl.core.trainers.mixins.optimizer")
     import axolotl.integrations.base as base
 
-    module_of("axolotl", monkeypatch, axolotl=sys.modules["axolotl"])
+    module_of("axolotl", monkeypatch)
     manager = base.PluginManager.get_instance()
     manager.register("my_module.MuonPlugin")
     trainer = mixin.OptimizerMixin.__new__(mixin.OptimizerMixin)  # Trainer's own constructor reads a whole config
@@ -127,10 +124,11 @@ def test_axolotl(monkeypatch):
 def test_ms_swift(monkeypatch):
     """As test_axolotl: the wheel is not in requirements/."""
     optimizers = pytest.importorskip("swift.optimizers")
-    module_of("ms-swift", monkeypatch, swift=sys.modules["swift"])
+    module_of("ms-swift", monkeypatch)
     model = Model()
     callback = optimizers.optimizers_map.pop("sharded_muon")
-    made = callback(types.SimpleNamespace(learning_rate=0.02), types.SimpleNamespace(model=model))
-    optimizer = made.create_optimizer()
-    assert isinstance(optimizer, package().Muon) and optimizer.param_groups[0]["lr"] == 0.02
+    arguments = types.SimpleNamespace(learning_rate=0.02, weight_decay=0.3)
+    optimizer = callback(arguments, types.SimpleNamespace(model=model)).create_optimizer()
+    assert isinstance(optimizer, package().Muon)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.02, 0.3)
     assert lowers_the_loss(model, optimizer, 16)
