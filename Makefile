@@ -64,7 +64,8 @@ $(VENV)/demo.ready: requirements/torch.txt requirements/demo.txt
 	$(PIP) -r requirements/demo.txt
 	touch $@
 
-$(VENV)/test.ready: $(VENV)/demo.ready requirements/test.txt requirements/triton.txt
+$(VENV)/test.ready: $(VENV)/demo.ready requirements/test.txt requirements/triton.txt requirements/small_frameworks.txt
 	$(PIP) -r requirements/test.txt \
 		$$($(PYTHON) -c 'import triton' 2>/dev/null || echo -r requirements/triton.txt)
+	$(PIP) --no-deps -r requirements/small_frameworks.txt
 	touch $@

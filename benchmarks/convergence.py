@@ -2,14 +2,18 @@
 
     make build && python benchmarks/convergence.py --size 30m --out convergence.csv
     ... --optimizers muon normuon           some optimizers; AdamW always trains, for the rates of embeddings and head
-    ... --seconds 500                       begin no run after 500 s; the next call continues the sweep
+    ... --seconds 500                       begin no run that would not end in 500 s; the next call continues the sweep
+    ... --queue FILE                        several sweeps: the options of one in each line, on top of those given
+    ... --pause FILE                        begin no run while FILE exists; FILE.idle exists while none is running then
     ... --show                              print the table of the rows so far, and train nothing
     ... --plan                              print how many runs are missing for each optimizer, and train nothing
     ... --path keller_jordan=DIR dion=DIR   checkouts of other packages that are not installed
 
 Tokens are bytes, weights are fp32, compute is bf16 by autocast. All runs of a size have the same text in the same
 order for a seed, the same warm-up and linear decay to 0, weight decay 0.1 on matrices, embeddings and head, and
-gradients clipped to norm 1. Each GPU trains one run at a time; without a GPU one process trains on the CPU.
+gradients clipped to norm 1. Each GPU trains one run at a time; without a GPU one process trains on the CPU. A GPU
+takes the first run that can begin, of the first sweep of the queue that has one. So GPUs that the searches of the first
+sweep leave idle train runs of later sweeps.
 
 Weights in bf16. `split16` and `bf16_weights_stochastic` keep the hidden matrices in bf16; embeddings, head and norms
 stay in fp32. Autocast rounds fp32 matrices to bf16 for every product, so the products are those of the other runs.
@@ -24,27 +28,29 @@ and its weight decay is smaller by the same ratio, so that rate times decay is e
 installed nor named by --path is left out, and a line says so.
 
 Rates. AdamW has three, of matrices (and norms), of embeddings and of the head. They are searched by factors of 2, with
-seed 0: first all together, then each by itself, in rounds until a round changes nothing. A rate counts as found once
-both of its neighbours are worse. All further optimizers take AdamW's rates for embeddings and head, and sweep the rate
-of matrices likewise. So AdamW has three swept rates, and every other optimizer one. Rates at which training diverged
-are halved until a run has a loss.
+seed 0: first all together, then each by itself, in rounds until a round changes nothing. With 124m they are searched
+all together only, at the ratios that were best with 30m. A rate counts as found once both of its neighbours are worse.
+All further optimizers take AdamW's rates for embeddings and head, and sweep the rate of matrices likewise. So AdamW has
+three swept rates (124m: one), and every other optimizer one. Rates at which training diverged are halved until a run
+has a loss.
 
-Seeds. The best rates train with three seeds, 0 to 2, and `muon` with five, 0 to 4. `torch_muon` also trains with the
-best rates of `muon` and these five seeds, for the comparison of both seed by seed. The table says the number of seeds.
+Seeds. The best rates train with three seeds, 0 to 2, and `muon` with five, 0 to 4 (124m: three). `torch_muon` also
+trains with the best rates of `muon` and the seeds of `muon`, for the comparison of both seed by seed. The table says
+the number of seeds.
 
-Parity. Below the table stands our Muon less torch's at equal rates, seed by seed: the mean, its 95 % interval by the
-paired t-test, and the difference that the test finds with a probability of 80 %. Both count as equal if two one-sided
-tests (TOST) at 5 % each exclude a difference of MARGIN; the power of that is said, too.
+The table, and the comparison of our Muon with torch's, are those of convergence_table.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import gc
 import math
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -60,6 +66,7 @@ from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+from convergence_table import RATES, table  # noqa: E402
 from corpus import VOCABULARY, even_windows, is_heldout, read_corpus, source_files, windows  # noqa: E402
 from gpt import GPT  # noqa: E402
 from rows import add_output, append, read  # noqa: E402
@@ -73,9 +80,6 @@ SEEDS = (0, 1, 2)
 PARITY_SEEDS = (0, 1, 2, 3, 4)  # of our Muon and torch's, which are compared seed by seed
 WARMUP, DECAY, CLIP, BETAS = 0.05, 0.1, 1.0, (0.9, 0.95)
 HELDOUT_WINDOWS, EVALUATIONS = 128, 20
-STUDENT_T = {3: (4.303, 2.920, 1.061), 4: (3.182, 2.353, 0.978), 5: (2.776, 2.132, 0.941)}  # seeds -> .975, .95, .8
-# Nats per byte. On seed 0 of 30m, twice and half the best rate cost our Muon 0.026 and 0.013
-MARGIN = 0.005
 LOST = 1e9  # loss of a run that diverged, so that rows can be compared
 LEAST = 2.0**-12  # of an optimizer's first rate: below it, rates of runs that diverged are no longer halved
 
@@ -90,24 +94,31 @@ class Size:
     batch: int
     seq: int
     steps: int
+    rates: tuple[float, float, float] = (2e-3, 2e-3, 2e-3)  # where the search of AdamW's rates begins
+    apart: bool = True  # AdamW's rates are also searched each by itself
+    parity: tuple[int, ...] = PARITY_SEEDS
 
 
 SIZES = {
     "tiny": Size(1, 64, 2, 4, 32, 8),  # for tests
     "30m": Size(9, 512, 8, 64, 512, 600),
-    "124m": Size(13, 896, 14, 128, 512, 1500),
+    # As many tokens as 30m, in the same order. A run takes three times as long, so the search is shorter
+    "124m": Size(13, 896, 14, 64, 512, 600, rates=(1e-3, 2e-3, 2e-3), apart=False, parity=SEEDS),
 }
 
 
 def main() -> None:
     options = arguments()
     if not (options.show or options.plan):
-        Sweep(options).run()
-    rows = rows_so_far(options)
-    if options.plan:
-        print("\n".join(plan(rows, options.optimizers)))
-    else:
-        print("\n".join(table(rows)) if rows else "no run of this size, text and length has ended")
+        Queue([Sweep(part) for part in options.parts], options).run()
+    for part in {key_of(part): part for part in options.parts}.values():
+        rows = rows_so_far(part)
+        if len(options.parts) > 1:
+            print(f"\n{' '.join(key_of(part))} steps\n")
+        if options.plan:
+            print("\n".join(plan(rows, part.optimizers, SIZES[part.size])))
+        else:
+            print("\n".join(table(rows)) if rows else "no run of this size, text and length has ended")
 
 
 def arguments() -> argparse.Namespace:
@@ -117,18 +128,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=None, help="in place of the size's own number")
     parser.add_argument("--data", default=None, help="folder whose *.py files are the text (default: Python's library)")
     parser.add_argument("--corpus", default="stdlib", help="name of the text, for the rows")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after this time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run that would end later")
     parser.add_argument("--runs", type=int, default=None, help="end after this number of runs")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     parser.add_argument("--show", action="store_true", help="print the table of --out, and train nothing")
     parser.add_argument("--plan", action="store_true", help="print the runs that --out lacks, and train nothing")
     parser.add_argument("--path", nargs="+", default=[], metavar="NAME=DIR", help="another package's checkout")
+    parser.add_argument("--queue", type=Path, default=None, help="file of sweeps, the options of one in each line")
+    parser.add_argument("--pause", type=Path, default=None, help="file that holds back new runs while it exists")
     add_output(parser, COLUMNS, "convergence.csv")
     options = parser.parse_args()
     options.folders = {name: Path(folder).resolve() for name, _, folder in (t.partition("=") for t in options.path)}
     known = sorted({kind.peer for kind in OPTIMIZERS.values()} - {""})
     if unknown := sorted(options.folders.keys() - set(known)):
         parser.error(f"--path {unknown[0]}=...: there is no such package here, only {' and '.join(known)}")
+    lines = options.queue.read_text().splitlines() if options.queue else [""]
+    lines = [line for line in lines if line.strip()] if options.queue else lines
+    options.parts = [parser.parse_args(shlex.split(line, comments=True), copy.copy(options)) for line in lines]
     return options
 
 
@@ -241,8 +257,7 @@ class Run:
 
     @classmethod
     def of(cls, row: dict[str, str]) -> Run:
-        rates = (float(row[key]) for key in ("lr", "embed_lr", "head_lr"))
-        return cls(row["optimizer"], *rates, int(row["seed"]))
+        return cls(row["optimizer"], *(float(row[key]) for key in RATES), int(row["seed"]))
 
 
 # The next runs are a function of the rows so far, so a sweep goes on after an interruption.
@@ -269,26 +284,25 @@ def search(start: Run, rates: tuple[str, ...], losses: dict[Run, float]) -> tupl
     return best, [best]
 
 
-def wanted(name: str, losses: dict[Run, float]) -> list[Run]:
+def wanted(name: str, losses: dict[Run, float], size: Size = SIZES["30m"]) -> list[Run]:
     """The runs of an optimizer that can begin now; [] if all have ended, or if AdamW's rates are not found yet."""
-    best, missing = adamw_rates(losses)
+    best, missing = adamw_rates(losses, size)
     if name != "adamw":
         if missing:
             return []
         best, missing = search(replace(best, optimizer=name, lr=OPTIMIZERS[name].lr), ("lr",), losses)
-    runs = missing or [replace(best, seed=seed) for seed in (PARITY_SEEDS if name == "muon" else SEEDS)]
+    runs = missing or [replace(best, seed=seed) for seed in (size.parity if name == "muon" else SEEDS)]
     if name == "torch_muon" and not missing:  # compared with our Muon at our rate, seed by seed
         ours, waits = search(replace(best, optimizer="muon", lr=OPTIMIZERS["muon"].lr), ("lr",), losses)
-        runs += [] if waits else [replace(best, lr=ours.lr, seed=seed) for seed in PARITY_SEEDS]
-    return [run for run in runs if run not in losses]
+        runs += [] if waits else [replace(best, lr=ours.lr, seed=seed) for seed in size.parity]
+    return [run for run in dict.fromkeys(runs) if run not in losses]
 
 
-def adamw_rates(losses: dict[Run, float]) -> tuple[Run, list[Run]]:
+def adamw_rates(losses: dict[Run, float], size: Size = SIZES["30m"]) -> tuple[Run, list[Run]]:
     """(AdamW's best run of seed 0, runs that are missing to find it)."""
-    lr = OPTIMIZERS["adamw"].lr
-    best, missing = search(Run("adamw", lr, lr, lr, 0), ("lr", "embed_lr", "head_lr"), losses)
+    best, missing = search(Run("adamw", *size.rates, 0), RATES, losses)
     before = None
-    while not missing and best != before:
+    while size.apart and not missing and best != before:
         before = best
         for rates in (("embed_lr",), ("head_lr",), ("lr",)):
             if not missing:
@@ -296,17 +310,21 @@ def adamw_rates(losses: dict[Run, float]) -> tuple[Run, list[Run]]:
     return best, missing
 
 
+def key_of(options: argparse.Namespace) -> tuple[str, str, str]:
+    """(Size, text, steps): what the rows of a sweep have in common."""
+    return options.size, options.corpus, str(options.steps or SIZES[options.size].steps)
+
+
 def rows_so_far(options: argparse.Namespace) -> list[dict[str, str]]:
     """The rows of this size, text and length."""
-    steps = str(options.steps or SIZES[options.size].steps)
     rows = read(options.out) if Path(options.out).exists() else []
-    return [row for row in rows if (row["size"], row["corpus"], row["steps"]) == (options.size, options.corpus, steps)]
+    return [row for row in rows if (row["size"], row["corpus"], row["steps"]) == key_of(options)]
 
 
-def still_missing(names: list[str], losses: dict[Run, float]) -> dict[str, list[Run]]:
+def still_missing(names: list[str], losses: dict[Run, float], size: Size = SIZES["30m"]) -> dict[str, list[Run]]:
     """The runs that each optimizer lacks if the best run so far stays the best: no sweep can end with fewer."""
     losses, found = dict(losses), {name: [] for name in dict.fromkeys(["adamw", *names])}
-    while runs := [run for name in found for run in wanted(name, losses)]:
+    while runs := [run for name in found for run in wanted(name, losses, size)]:
         for run in runs:
             if run not in losses:
                 found[run.optimizer].append(run)
@@ -315,27 +333,30 @@ def still_missing(names: list[str], losses: dict[Run, float]) -> dict[str, list[
     return found
 
 
-def plan(rows: list[dict[str, str]], names: list[str]) -> list[str]:
+def plan(rows: list[dict[str, str]], names: list[str], size: Size) -> list[str]:
     """One line for each optimizer: the runs that are there and those that are missing."""
     losses = losses_of(rows)
     lines = ["| optimizer | runs | missing, at least | can begin now |", "|---|---|---|---|"]
     total = 0
-    for name, runs in still_missing(names, losses).items():
+    for name, runs in still_missing(names, losses, size).items():
         total += len(runs)
         there = sum(run.optimizer == name for run in losses)
-        lines.append(f"| {name} | {there} | {len(runs)} | {len(wanted(name, losses))} |")
-    seconds = [float(row["step_ms"]) * float(row["steps"]) / 1e3 for row in rows]
-    time = f", {statistics.median(seconds):.0f} s of steps each" if seconds else ""
+        lines.append(f"| {name} | {there} | {len(runs)} | {len(wanted(name, losses, size))} |")
+    time = f", {seconds_of(rows):.0f} s of steps each" if rows else ""
     return [*lines, "", f"At least {total} runs are missing{time}."]
 
 
+def seconds_of(rows: list[dict[str, str]]) -> float:
+    """Expected time of a run, without its start: the median over rows; 0 without rows."""
+    seconds = [float(row["step_ms"]) * float(row["steps"]) / 1e3 for row in rows]
+    return statistics.median(seconds) if seconds else 0.0
+
+
 class Sweep:
-    """Hands runs to processes, one for each GPU, until none is wanted or the time is over. SystemExit if the text is
-    not that of the rows so far.
-    """
+    """The runs of one size, text and length. SystemExit if the text is not that of the rows so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.began = options, time.perf_counter()
+        self.options = options
         texts = {row["text_mb"] for row in rows_so_far(options)} - {str(text_mb(options.data))}
         if texts:
             raise SystemExit(f"the text has {text_mb(options.data)} MB, that of the rows of {options.out} "
@@ -348,42 +369,15 @@ class Sweep:
                 print(f"{name} is left out: {why}", flush=True)
             else:
                 self.names += [name] * (name not in self.names)
-        self.workers = torch.cuda.device_count() or 1
-        self.left = options.runs  # runs that may still begin; None: all
         self.failed = []  # optimizers of runs that raised an error
 
-    def next_run(self, begun: set[Run]) -> Run | None:
-        if time.perf_counter() - self.began > self.options.seconds or self.left == 0:
-            return None
-        losses = losses_of(rows_so_far(self.options))
-        found = (run for name in self.names for run in wanted(name, losses) if run not in begun)
+    def next_run(self, begun: set[Run], seconds: float = math.inf) -> Run | None:
+        """A run that can begin and takes at most `seconds`, as far as known."""
+        rows, size = rows_so_far(self.options), SIZES[self.options.size]
+        losses = losses_of(rows)
+        found = (run for name in self.names for run in wanted(name, losses, size) if run not in begun
+                 and seconds_of([row for row in rows if row["optimizer"] == name] or rows) <= seconds)
         return next(found, None)
-
-    def run(self) -> None:
-        context = mp.get_context("spawn")
-        orders, results = [context.SimpleQueue() for _ in range(self.workers)], context.SimpleQueue()
-        processes = [context.Process(target=work, args=(i, self.options, orders[i], results), daemon=True)
-                     for i in range(self.workers)]
-        for process in processes:
-            process.start()
-        idle, begun = set(range(self.workers)), {}
-        while True:
-            while idle and (run := self.next_run(set(begun.values()))) is not None:
-                worker = idle.pop()
-                self.left = None if self.left is None else self.left - 1
-                begun[worker] = run
-                orders[worker].put(run)
-            if not begun:
-                break
-            worker, row = results.get()
-            self.end(begun.pop(worker), row)
-            idle.add(worker)
-        for order in orders:
-            order.put(None)
-        for process in processes:
-            process.join()
-        if self.failed:
-            raise SystemExit(f"runs failed of: {', '.join(self.failed)}")
 
     def end(self, run: Run, row: dict | str) -> None:
         """Keep the row of a run, or, for the text of an error, begin no further run of its optimizer."""
@@ -393,20 +387,106 @@ class Sweep:
             self.failed.append(run.optimizer)
         else:
             append(self.options.out, COLUMNS, [row])
-            print({key: row[key] for key in COLUMNS[6:17]}, flush=True)
+            print({key: row[key] for key in ("size", "corpus", *COLUMNS[6:17])}, flush=True)
 
 
-def work(worker: int, options: argparse.Namespace, orders: mp.SimpleQueue, results: mp.SimpleQueue) -> None:
-    """Train the runs from `orders`, until None."""
+class Queue:
+    """Hands the runs of sweeps to processes, one for each GPU, until none is wanted or the time is over."""
+
+    def __init__(self, sweeps: list[Sweep], options: argparse.Namespace) -> None:
+        self.sweeps, self.options, self.began = sweeps, options, time.perf_counter()
+        self.left = options.runs  # runs that may still begin; None: all
+        self.context = mp.get_context("spawn")
+        self.results = self.context.SimpleQueue()
+        self.workers = [self.worker(i) for i in range(torch.cuda.device_count() or 1)]
+        self.begun = {}  # number of the worker -> (sweep, run)
+
+    def worker(self, number: int) -> tuple[mp.Process, mp.SimpleQueue]:
+        """(Process on GPU `number`, the queue of its orders)."""
+        orders, parts = self.context.SimpleQueue(), [sweep.options for sweep in self.sweeps]
+        process = self.context.Process(target=work, args=(number, parts, orders, self.results), daemon=True)
+        process.start()
+        return process, orders
+
+    def next_order(self) -> tuple[Sweep, Run] | None:
+        left = self.options.seconds - (time.perf_counter() - self.began)
+        if left <= 0 or self.left == 0:
+            return None
+        for sweep in self.sweeps:
+            key = key_of(sweep.options)
+            begun = {run for other, run in self.begun.values() if key_of(other.options) == key}
+            if (run := sweep.next_run(begun, left)) is not None:
+                return sweep, run
+        return None
+
+    def run(self) -> None:
+        while True:
+            self.wait_while_paused()
+            for number, (_, orders) in enumerate(self.workers):
+                if number not in self.begun and not self.paused() and (order := self.next_order()) is not None:
+                    self.left = None if self.left is None else self.left - 1
+                    self.begun[number] = order
+                    orders.put((self.sweeps.index(order[0]), order[1]))
+            if not self.begun and not self.paused():
+                break
+            self.receive()
+        for _, orders in self.workers:
+            orders.put(None)
+        for process, _ in self.workers:
+            process.join()
+        if failed := [name for sweep in self.sweeps for name in sweep.failed]:
+            raise SystemExit(f"runs failed of: {', '.join(failed)}")
+
+    def paused(self) -> bool:
+        return self.options.pause is not None and self.options.pause.exists()
+
+    def wait_while_paused(self) -> None:
+        """Once no run is left, FILE.idle says so until FILE is gone."""
+        if self.paused() and not self.begun:
+            idle = self.options.pause.with_name(f"{self.options.pause.name}.idle")
+            idle.touch()
+            while self.paused():
+                time.sleep(0.2)
+            idle.unlink(missing_ok=True)
+
+    def receive(self) -> None:
+        """Wait for the end of a run. A process ends with a run that failed, and another one takes its place. Returns
+        without a run once a pause ends or a process died, so that the next runs can begin.
+        """
+        paused = self.paused()
+        while self.begun and self.results.empty():
+            time.sleep(0.05)
+            for number, (process, _) in enumerate(self.workers):
+                if not process.is_alive() and self.results.empty():
+                    if number in self.begun:
+                        sweep, run = self.begun.pop(number)
+                        sweep.end(run, f"the process ended with exit code {process.exitcode}")
+                    self.workers[number] = self.worker(number)
+                    return
+            if paused and not self.paused():
+                return
+        if not self.results.empty():
+            number, row = self.results.get()
+            sweep, run = self.begun.pop(number)
+            sweep.end(run, row)
+            if isinstance(row, str):
+                self.workers[number][0].join()
+                self.workers[number] = self.worker(number)
+
+
+def work(worker: int, parts: list[argparse.Namespace], orders: mp.SimpleQueue, results: mp.SimpleQueue) -> None:
+    """Train the runs from `orders`, (number of the part, run), until None or until one fails."""
     import traceback
 
     device = torch.device("cuda", worker) if torch.cuda.is_available() else torch.device("cpu")
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        while (run := orders.get()) is not None:
+        while (order := orders.get()) is not None:
+            part, run = order
             try:
-                results.put((worker, Training(run, options, device).row()))
+                results.put((worker, Training(run, parts[part], device).row()))
             except Exception:
                 results.put((worker, traceback.format_exc()))
+                break  # an error of a GPU stays with its process
             gc.collect()  # graphs and hooks make cycles, which hold a model each
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -432,8 +512,10 @@ class Training:
         torch.manual_seed(run.seed)
         self.model = GPT(VOCABULARY, self.size.layers, self.size.width, self.size.heads).to(device)
         if not options.eager:
+            # Graphs of a layer: one for each size and dtype of its weights, with and without gradients
+            torch._dynamo.config.recompile_limit = 64
             for block in self.model.blocks:
-                block.compile()
+                block.compile(dynamic=False)  # another size is compiled for itself
         matrices, rest = self.groups()
         self.bf16 = OPTIMIZERS[run.optimizer].bf16
         whole = {name: p.detach() for name, p in self.model.named_parameters()}
@@ -530,127 +612,6 @@ class Training:
 def between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
     """Time between two marks, in ms."""
     return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
-
-
-# The table
-
-
-def best_rows(rows: list[dict[str, str]], name: str) -> list[dict[str, str]]:
-    """The rows of an optimizer with its best rates, over the seeds that were trained with them."""
-    rows = [row for row in rows if row["optimizer"] == name]
-    if not rows:
-        return []
-    best = min((row for row in rows if row["seed"] == "0"), key=lambda row: float(row["heldout_loss"]))
-    rates = ("lr", "embed_lr", "head_lr")
-    return [row for row in rows if all(row[key] == best[key] for key in rates)]
-
-
-def mean_curve(rows: list[dict[str, str]]) -> list[tuple[int, float]]:
-    """[(step, mean held-out loss over the rows)]."""
-    curves = [[point.split(":") for point in row["curve"].split()] for row in rows]
-    return [(int(points[0][0]), statistics.mean(float(loss) for _, loss in points)) for points in zip(*curves)]
-
-
-def share_to_reach(curve: list[tuple[int, float]], loss: float, steps: int) -> float | None:
-    """The share of the steps after which a curve first has a loss, between two measurements by a straight line. Rates
-    fall to 0 over all steps, so a run that was planned shorter would reach it earlier.
-    """
-    for (before, high), (after, low) in zip(curve, curve[1:]):
-        if low <= loss < high:
-            return (before + (after - before) * (high - loss) / (high - low)) / steps
-    return None
-
-
-def table(rows: list[dict[str, str]]) -> list[str]:
-    """One line for each optimizer, in the order of their losses, and the comparison with torch.optim.Muon."""
-    found = {name: best for name in OPTIMIZERS if (best := best_rows(rows, name))}
-    losses = {name: [float(row["heldout_loss"]) for row in best] for name, best in found.items()}
-    target = statistics.mean(losses["adamw"]) if "adamw" in losses else None
-    heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "less muon's",
-             "step ms", "optimizer ms", "MiB", "GPU")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name in sorted(found, key=lambda name: statistics.mean(losses[name])):
-        best, spread = found[name], f"{statistics.stdev(losses[name]):.4f}" if len(losses[name]) > 1 else ""
-        share = None
-        if target is not None and name != "adamw":
-            share = share_to_reach(mean_curve(best), target, int(best[0]["steps"]))
-        tokens = "" if share is None else f"{share * int(best[0]['tokens']) / 1e6:.1f} M, {100 * share:.0f} %"
-        # Times of two GPUs have no meaning together: those of the newest row's
-        last = best[-1]
-        alike = [row for row in best if all(row[key] == last[key] for key in ("gpu", "commit", "torch"))]
-        whole, own, memory = (statistics.median(float(row[key]) for row in alike)
-                              for key in ("step_ms", "optimizer_ms", "peak_mib"))
-        cells = (name, f"{float(best[0]['lr']):g}", str(len(best)), f"{statistics.mean(losses[name]):.4f}", spread,
-                 tokens, beside(best, found["muon"])[1] if "muon" in found and name != "muon" else "",
-                 f"{whole:.2f}", f"{own:.2f}", f"{memory:.0f}", short_name(last["gpu"]))
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, *parity(rows)]
-
-
-def short_name(gpu: str) -> str:
-    """The name of a GPU as tables have it."""
-    return gpu.replace("NVIDIA ", "").replace(" 80GB HBM3", "")
-
-
-def gaps_of(rows: list[dict[str, str]], others: list[dict[str, str]]) -> list[float]:
-    """Loss of `rows` less that of `others`, for each seed that both have."""
-    losses = {row["seed"]: float(row["heldout_loss"]) for row in others}
-    return [float(row["heldout_loss"]) - losses[row["seed"]] for row in rows if row["seed"] in losses]
-
-
-def half_width(gaps: list[float]) -> float:
-    """Half of the 95 % interval of the mean, by Student's t."""
-    return STUDENT_T[len(gaps)][0] * statistics.stdev(gaps) / math.sqrt(len(gaps))
-
-
-def beside(rows: list[dict[str, str]], others: list[dict[str, str]]) -> tuple[str, str]:
-    """How a loss compares with another one, seed by seed: ("lower", "higher", "no difference found", or "open" with too
-    few seeds; the mean difference and its 95 % interval).
-    """
-    gaps = gaps_of(rows, others)
-    if len(gaps) not in STUDENT_T:
-        return "open", ""
-    mean, half = statistics.mean(gaps), half_width(gaps)
-    answer = "no difference found" if abs(mean) <= half else "lower" if mean < 0 else "higher"
-    return answer, f"{mean:+.4f} +- {half:.4f}"
-
-
-def parity(rows: list[dict[str, str]]) -> list[str]:
-    """Our Muon less torch's, seed by seed, at the best rates of ours: the interval of the paired t-test, the difference
-    that it finds with a probability of 80 % at a level of 5 %, and whether two one-sided tests find both equal.
-    """
-    ours, rates = best_rows(rows, "muon"), ("lr", "embed_lr", "head_lr")
-    theirs = [row for row in rows if row["optimizer"] == "torch_muon" and all(row[k] == ours[0][k] for k in rates)
-              ] if ours else []
-    gaps = gaps_of(ours, theirs)
-    if len(gaps) not in STUDENT_T:
-        few = f"{len(gaps)} seed{'s' * (len(gaps) != 1)} with both at these rates; 3 to {len(PARITY_SEEDS)} are needed"
-        return ["", f"muon less torch_muon: {few}."] if ours else []
-    error, mean = statistics.stdev(gaps) / math.sqrt(len(gaps)), statistics.mean(gaps)
-    level, one_sided, power = STUDENT_T[len(gaps)]
-    equal = abs(mean) + one_sided * error < MARGIN
-    return ["", f"muon less torch_muon, {len(gaps)} seeds: {mean:+.5f} +- {level * error:.5f} (95 %). "
-            f"A difference of {(level + power) * error:.5f} would be found with a probability of 80 %. "
-            f"Equal within {MARGIN} by two one-sided tests at 5 %: {'yes' if equal else 'no'}; their power, if both "
-            f"are equal, is {100 * power_of_tost(error, len(gaps)):.0f} %."]
-
-
-def power_of_tost(error: float, count: int, margin: float = MARGIN) -> float:
-    """The probability that two one-sided t-tests at 5 % find means equal that are equal. `error`: the true standard
-    error of the mean of `count` differences.
-    """
-    if error == 0:
-        return 1.0
-    free, normal, step = count - 1, statistics.NormalDist(), 1e-3
-    constant = 2 ** (1 - free / 2) / math.gamma(free / 2)
-    total = 0.0
-    for number in range(1, 10_000):  # over the estimated error, which is error chi / sqrt(free), by its density
-        chi = number * step
-        room = margin / error - STUDENT_T[count][1] * chi / math.sqrt(free)
-        if room <= 0:
-            break
-        total += step * constant * chi ** (free - 1) * math.exp(-chi * chi / 2) * (2 * normal.cdf(room) - 1)
-    return total
 
 
 if __name__ == "__main__":

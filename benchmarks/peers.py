@@ -9,7 +9,10 @@ A new package: write a maker below, and name it in POLAR. docs/polar_benchmark.m
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import io
 from importlib import metadata
 
 import torch
@@ -48,14 +51,41 @@ def torch_compile(steps):
 
 
 def gns(steps):
-    """Gram Newton-Schulz on quack's symmetric products (Dao-AILab), fp16, restart after two steps: its defaults.
+    """Gram Newton-Schulz on quack's symmetric products (Dao-AILab), fp16: its defaults, and its restarts for the
+    coefficients. No product of it is tuned: quack has one configuration for symmetric ones, and others are called with
+    tuned=False.
 
     Its own CUDA graph (mode "reduce-overhead") is left out: the benchmark captures every call itself.
     """
     from gram_newton_schulz import GramNewtonSchulz
 
     return GramNewtonSchulz(ns_coefficients=[list(t) for t in steps.triples], ns_use_kernels=True,
+                            gram_newton_schulz_reset_iterations=gns_restarts(tuple(map(tuple, steps.triples))),
                             compile_kwargs={"fullgraph": True, "dynamic": False})
+
+
+STABLE_Q = 100.0  # its default, one restart of five steps of Polar Express, has 85
+
+
+@functools.lru_cache
+def gns_restarts(triples) -> list[int]:
+    """After which steps it restarts: by its own search, as its README asks for beyond five steps, with as few restarts
+    as keep the condition number of Q below STABLE_Q. [2] for polar_express with 5 steps, its default.
+    """
+    import numpy
+    from gram_newton_schulz import restart_autotune as search
+
+    values, lowest = numpy.logspace(0, -10, 10000), -4e-4  # those of its command line
+    for count in range(1, len(triples)):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                found = search.find_best_restarts(values, triples, lowest, num_restarts=count)
+        except ValueError:  # all places blow up
+            continue
+        about = search.simulate_perturbed_gram_newton_schulz(values, triples, lowest, reset_indices=found)
+        if search.stability_metric(about) < STABLE_Q:
+            return found
+    return list(range(1, len(triples)))
 
 
 def normalized(X):
@@ -152,9 +182,11 @@ def linalg_polar(steps):
 POLAR = {"torch.compile": torch_compile, "gns": gns, "dion": dion, "muonium": muonium, "flash_muon": flash_muon,
          "emerging_optimizers": emerging_optimizers, "torch.linalg.polar": linalg_polar}
 
-# Kernels that Triton's autotuner compiles with many configurations: (module, names of kernels)
+# Kernels that Triton's autotuner compiles with many configurations: (module, names of kernels). Those of muonium are
+# tuned by torch.compile, which compiles them side by side by itself.
 TUNED = {"dion": ("dion.newton_schulz_triton", ("ns_line_1_kernel", "ns_line_2_kernel")),
          "flash_muon": ("flash_muon.matmul_transpose_triton", ("mmt_kernel",))}
+TUNED_BY_COMPILER = ("muonium",)
 
 
 def take_share_of_configs(rank: int, jobs: int, names) -> None:

@@ -2,6 +2,7 @@
 
     make build && python benchmarks/polar_page.py --stacks all --jobs 12 --out polar_page.csv
     ... --stacks 12x768x3072 --schedules qwen3_8:8 --peers gns dion       one stack, one schedule, two packages
+    ... --pause FILE     measure nothing while FILE exists; FILE.idle says that nothing is measured any more
     python benchmarks/polar_page.py --docs docs                           write the table of the page anew
 
 Inputs are normal, bf16, fresh for each round; the packages of a stack take turns. All have equal coefficients, given by
@@ -11,6 +12,7 @@ polynomials in fp64, relative, in the Frobenius norm; that of torch.linalg.polar
 polynomials are from the polar factor. memory_mib is the most memory that a call takes beyond its input, the result
 included.
 
+A stack and schedule that --out has rows of, of all packages at this commit on this kind of GPU, is not measured again.
 --docs reads benchmarks/results/polar_page.csv, and the older rows in polar.csv (five steps) and schedules.csv.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import gc
 import itertools
 import math
 import statistics
@@ -49,10 +52,13 @@ def main() -> None:
     if options.docs:
         write_parts(Path(options.docs, "polar_benchmark.md"), page(known_rows(RESULTS)))
         return
-    if options.jobs and polar.DEVICE == "cuda":
-        mp.spawn(compile_all, (options,), nprocs=options.jobs)
-    package, end, left = Package(), time.monotonic() + options.seconds, []
-    for shape, (name, count) in itertools.product(options.stacks, options.schedules):
+    end = time.monotonic() + options.seconds
+    tasks, left = not_measured(options), []
+    if options.jobs and polar.DEVICE == "cuda" and tasks:
+        compile_side_by_side(tasks, options)
+    package = Package()
+    for shape, (name, count) in tasks:
+        hold(options.pause)
         if time.monotonic() > end:
             left.append((*shape, count))
             continue
@@ -62,13 +68,50 @@ def main() -> None:
     print(f"not measured within {options.seconds} s: {left}" if left else "all stacks and schedules were measured")
 
 
+def not_measured(options: argparse.Namespace) -> list[tuple]:
+    """The (stack, (set, steps)) of which the table lacks a row of some package at this commit on this kind of GPU."""
+    known, about = set(), {"commit": options.commit, "gpu": gpu()}
+    for row in read(options.out) if options.out.exists() else []:
+        if all(row[key] == value for key, value in about.items()):
+            known.add((*(int(row[key]) for key in ("n", "rows", "cols", "steps")), row["set"], row["implementation"]))
+    return [(shape, (name, count)) for shape, (name, count) in itertools.product(options.stacks, options.schedules)
+            if any((*shape, count, name, peer) not in known for peer in ("ours", *options.peers))]
+
+
+def gpu() -> str:
+    return torch.cuda.get_device_name() if polar.DEVICE == "cuda" else "CPU"
+
+
+def hold(pause: str | None) -> None:
+    """Wait while this file exists, without memory that others could have."""
+    if pause and Path(pause).exists() and polar.DEVICE == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    while paused(pause):
+        time.sleep(0.2)
+
+
+def paused(pause: str | None) -> bool:
+    """Whether this file exists. If so there is another one, with .idle behind its name: nothing is measured."""
+    if not pause:
+        return False
+    idle = Path(f"{pause}.idle")
+    if Path(pause).exists():
+        idle.touch()
+        return True
+    idle.unlink(missing_ok=True)
+    return False
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stacks", nargs="+", default=["eleven"], help=f"NxRxC, or one of {', '.join(STACKS)}")
     parser.add_argument("--schedules", nargs="+", type=schedule_of, default=PUBLISHED, help="SET:STEPS")
     parser.add_argument("--peers", nargs="*", default=list(peers.POLAR), choices=list(peers.POLAR))
     parser.add_argument("--eager", action="store_true", help="time calls, not a graph of one")
-    parser.add_argument("--seconds", type=float, default=480, help="begin no stack after this time")
+    parser.add_argument("--seconds", type=float, default=480, help="begin no stack this long after the start")
+    parser.add_argument("--compile-seconds", type=float, default=300, help="then --jobs end, finished or not")
+    parser.add_argument("--pause", default=None, help="a file: measure nothing while it exists")
     parser.add_argument("--rounds", type=int, default=5, help="bursts of each competitor")
     parser.add_argument("--burst-ms", type=float, default=5.0, help="about how long a burst lasts")
     parser.add_argument("--rest-ms", type=float, default=10.0, help="how long the GPU rests before each burst")
@@ -91,8 +134,10 @@ def measure(package: Package, shape: tuple[int, int, int], name: str, count: int
     runs = ("graph",) if polar.DEVICE == "cuda" and not options.eager else ("eager",)
     contest = polar.Contest(X.normal_, options, runs)
     for maker, make in makers(package, steps, name, count, options).items():
+        hold(options.pause)
         contest.enter(maker, functools.partial(with_memory, make, X, memory, maker), lambda f: lambda: f(X),
                       lambda out: polar.distance(out[-1], exact))
+    hold(options.pause)
     for maker, run, result in contest.results():
         row = polar.row(maker, "", shape, run, result)
         yield {key: row.get(key, "") for key in COLUMNS} | {
@@ -103,34 +148,74 @@ def measure(package: Package, shape: tuple[int, int, int], name: str, count: int
 
 
 def with_memory(make, X: torch.Tensor, memory: dict[str, float], maker: str):
-    """The function that `make` returns; its second call says the memory, in MiB. The first compiles."""
-    call = make()
-    call(X)
+    """The function that `make` returns; its second call says the memory, in MiB. The first compiles and tunes.
+
+    Cycles keep tensors of the first call alive, such as a tuner's buffer. Collected during the second, they would hide
+    what it allocates, down to a memory of 0. So they are freed before, and nothing is collected meanwhile.
+    """
+    try:
+        call = make()
+        call(X)
+    except Exception as why:  # its row has the name alone
+        print(f"{maker} {tuple(X.shape)}: {why!r}"[:400], flush=True)
+        raise
     if polar.DEVICE == "cuda":
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call(X)
-        memory[maker] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call(X)
+            memory[maker] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+        finally:
+            if collects:
+                gc.enable()
     return call
 
 
-def compile_all(rank: int, options: argparse.Namespace) -> None:
+def compile_side_by_side(tasks: list[tuple], options: argparse.Namespace) -> None:
+    """Fill the compilers' caches by --jobs processes; one that is late or fails keeps nobody else from measuring."""
+    start, process = time.monotonic(), mp.get_context("spawn").Process
+    jobs = [process(target=compile_all, args=(rank, tasks, options), daemon=True) for rank in range(options.jobs)]
+    for job in jobs:
+        job.start()
+    while any(job.is_alive() for job in jobs) and time.monotonic() < start + options.compile_seconds:
+        paused(options.pause)
+        time.sleep(0.2)
+    late = [job for job in jobs if job.is_alive()]
+    for job in late:
+        job.kill()
+        job.join()
+    failed = sum(bool(job.exitcode) for job in jobs if job not in late)
+    took = time.monotonic() - start
+    print(f"compiled for {took:.0f} s by {len(jobs)} processes, of which {len(late)} were late and {failed} failed",
+          flush=True)
+
+
+def compile_all(rank: int, tasks: list[tuple], options: argparse.Namespace) -> None:
     """Call the packages on every jobs-th stack and schedule, so that the compilers' caches on disk know them. Of tuned
-    kernels each process compiles its share of the configurations on the first stack.
+    kernels each process compiles its share of the configurations on the first stack alone: the same serve all.
     """
+    from torch._inductor import config
+
+    config.compile_threads = 1  # torch.compile would start as many processes as there are cores, in each of these
     package = Package()
     peers.take_share_of_configs(rank, options.jobs, options.peers)
-    tasks = [*itertools.product(options.stacks, options.schedules)]
     tuned = [(tasks[0], name) for name in options.peers if name in peers.TUNED]
-    for (shape, (name, count)), peer in [*tuned, *itertools.product(tasks[rank::options.jobs], options.peers)]:
+    others = [name for name in options.peers if name not in (*peers.TUNED, *peers.TUNED_BY_COMPILER)]
+    for (shape, (name, count)), peer in [*tuned, *itertools.product(tasks[rank::options.jobs], others)]:
+        hold(options.pause)
         torch._dynamo.reset()
         try:
             X = torch.randn(shape, device=polar.DEVICE, dtype=torch.bfloat16)
             peers.POLAR[peer](package.steps(name, count))(X)
         except Exception:  # the note of its row says why
             continue
-    torch.cuda.empty_cache()
+        finally:
+            X = None
+            torch.cuda.empty_cache()
 
 
 # The page
@@ -155,19 +240,23 @@ def page(rows: list[dict[str, str]]) -> dict[str, list[str]]:
              "memory / ours", "commit")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     by_commit = {(gpu, steps, name): {} for gpu in {row["gpu"] for row in rows} for name, steps in PUBLISHED}
+    ours = {}
     for row in rows:
         stack = tuple(int(row[key]) for key in ("n", "rows", "cols"))
-        commits = by_commit.setdefault((row["gpu"], int(row["steps"]), row["set"]), {})
-        commits.setdefault((row["commit"], row["date"]), {})[row["implementation"], stack] = row
+        key, about = (row["gpu"], int(row["steps"]), row["set"]), (row["commit"], row["date"])
+        if row["implementation"] == "ours":  # above those that took turns with it
+            ours[key, about, stack] = row
+        elif (key, about, stack) in ours:
+            found = by_commit.setdefault(key, {}).setdefault(row["implementation"], {}).setdefault(about, {})
+            found[stack] = ours[key, about, stack], row
     lacking = defaultdict(list)
-    for key, commits in sorted(by_commit.items()):
+    for key, packages in sorted(by_commit.items()):
         for peer in peers.POLAR:
-            pairs = {about: [(found["ours", stack], row) for (name, stack), row in found.items()
-                             if name == peer and ("ours", stack) in found] for about, found in commits.items()}
+            pairs = packages.get(peer, {})
             # Most stacks, then the newest: rows of some stacks do not displace those of all
             about = max(pairs, key=lambda about: (len(pairs[about]), about[1]), default=None)
-            if about and pairs[about]:
-                lines.append(line(key, peer, about, pairs[about]))
+            if about:
+                lines.append(line(key, peer, about, list(pairs[about].values())))
             elif (key[2], key[1]) in PUBLISHED:
                 lacking[f"{key[0]}, {key[1]} steps"].append(peer)
     missing = [f"- {where}: {', '.join(names)}." for where, names in lacking.items()]

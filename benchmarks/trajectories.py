@@ -36,6 +36,7 @@ from unittest import mock
 
 import rows
 import torch
+from modded_nanogpt import NorMuon
 from torch.overrides import TorchFunctionMode
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
@@ -364,6 +365,9 @@ def emerging_optimizers(place: Place) -> Iterator[Case]:
                functools.partial(module.MuonHyperball, **wide, **OPTIONS),
                ours(rule="hyperball", nesterov=False, ns_coefficients="quintic", lr=LR, momentum=MOMENTUM),
                why="its decay shrinks the radius, which it reads anew in every step; ours keeps the first radius")
+    yield Case("scion", "Scion",
+               functools.partial(module.Scion, lr=LR, momentum=MOMENTUM, spectral_radius=3.0, **wide),
+               ours(rule="scion", radius=3.0, ns_coefficients="quintic", lr=LR, momentum=MOMENTUM, weight_decay=1.0))
 
 
 def megatron(place: Place) -> Iterator[Case]:
@@ -457,6 +461,13 @@ def pytorch_optimizer(place: Place) -> Iterator[Case]:
     yield Case("adamuon", "AdaMuon, use_adjusted_lr=False",
                theirs("AdaMuon", betas=(MOMENTUM, BETA2), eps=1e-8, use_adjusted_lr=False, **without),
                unsigned(adjust_lr_fn=lambda r, c: original(r, c) / math.sqrt(max(r, c)), nesterov=False, **jordan))
+    oracle = place.load("pytorch_optimizer.optimizer.scion").LMONorm.SPECTRAL
+    for constraint in (True, False):
+        options = {"lr": LR, "momentum": 1 - MOMENTUM, "constraint": constraint}
+        yield Case("scion", f"SCION, SPECTRAL, constraint={constraint}",
+                   functools.partial(module.SCION, norm_type=oracle, scale=3.0, foreach=False, **options),
+                   ours(rule="scion", radius=3.0, ns_coefficients="jordan", lr=LR, momentum=MOMENTUM,
+                        weight_decay=float(constraint)))
 
 
 def heavyball(place: Place) -> Iterator[Case]:
@@ -480,6 +491,9 @@ def heavyball(place: Place) -> Iterator[Case]:
                ours(momentum_form="sum", decay="cautious", **quintic), in_float32=exact)
     yield Case("muon", "Muon, defaults", functools.partial(module.Muon, **common), ours(**quintic), in_float32=exact,
                why="its nesterov adds the gradient and the mean with weights 1 and 1, not 1 - momentum and momentum")
+    yield Case("scion", "Scion", functools.partial(module.Scion, lr=LR, betas=(MOMENTUM, 0.99), scale=3.0),
+               ours(rule="scion", radius=3.0, ns_coefficients="quintic", lr=LR, momentum=MOMENTUM, weight_decay=0.0),
+               in_float32=exact, why="its first step draws the weights anew, and its mean is divided by 1 - momentum^t")
 
 
 def dion(place: Place) -> Iterator[Case]:
@@ -591,8 +605,18 @@ def nanochat_rule(per: str) -> type:
 
 
 def modded_nanogpt(place: Place) -> Iterator[Case]:
-    raise Missing("train_gpt.py asserts a GPU when it is imported")
-    yield
+    """KellerJordan/modded-nanogpt: its decay is multiplied by lr twice."""
+    file = (place.folder or Path()) / "train_gpt.py"
+    if place.folder is None or not file.exists():
+        raise Missing("it is no package: give its checkout by --path modded_nanogpt=DIR")
+    hyper = {"lr": LR, "momentum": MOMENTUM}
+
+    def keys(rows_, columns):
+        return {**ALONG_LONGER_SIDE, "weight_decay": LR * DECAY * original(rows_, columns)}
+
+    yield Case("normuon_aspect", "NorMuonAndAdam",
+               functools.partial(NorMuon, file=file, beta2=BETA2, weight_decay=DECAY, **hyper),
+               by_shape(keys, decay="cautious", ns_coefficients="polar_express_modded_nanogpt", **hyper))
 
 
 def motif(place: Place) -> Iterator[Case]:

@@ -32,7 +32,7 @@ def is_heldout(path: Path) -> bool:
     return int.from_bytes(hashlib.sha256(path.name.encode()).digest()[:4], "big") % HELDOUT_ONE_IN == 0
 
 
-@functools.lru_cache(maxsize=1)  # the demo trains four times on one text
+@functools.lru_cache(maxsize=2)  # the demo trains four times on one text, a queue of sweeps in turns on two
 def read_corpus(folder: str | Path | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of the training files and of the held-out files, two 1-D uint8 tensors."""
     text = {True: bytearray(), False: bytearray()}

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,108 @@ def test_the_table_of_polar_factors_takes_the_commit_with_most_stacks(monkeypatc
     assert f"- NVIDIA H100 80GB HBM3, 5 steps: {', '.join(page.peers.POLAR)}." in found["missing rows"]
 
 
+@pytest.fixture
+def factors(optimizer, tmp_path, monkeypatch):
+    """(benchmarks/polar_page.py, a function that runs it on two tiny stacks with two other packages, the table)."""
+    page, out = load("polar_page", monkeypatch), tmp_path / "page.csv"
+    monkeypatch.setattr(page.peers, "POLAR", {"whole": lambda steps: lambda X: X, "none": lambda steps: 1 / 0})
+
+    def measured(*arguments):
+        monkeypatch.setattr(sys, "argv", ["polar_page.py", "--stacks", "2x8x12", "2x8x8", "--schedules",
+                                          "polar_express:5", "--rounds", "1", "--burst-ms", "0.1", "--rest-ms", "0",
+                                          "--commit", "abc", "--out", str(out), *map(str, arguments)])
+        page.main()
+        return [(row["implementation"], row["cols"], row["note"]) for row in importlib.import_module("rows").read(out)
+                ] if out.exists() else []
+
+    return page, measured
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
+def test_stacks_with_rows_are_not_measured_again(factors, capsys):
+    _, measured = factors
+    assert measured("--seconds", 0) == [] and "[(2, 8, 12, 5), (2, 8, 8, 5)]" in capsys.readouterr().out
+    first = measured("--stacks", "2x8x12", "--peers", "none")
+    assert first == [("ours", "12", ""), ("none", "12", "ZeroDivisionError")]
+    assert "none (2, 8, 12): ZeroDivisionError" in capsys.readouterr().out
+    measured("--stacks", "2x8x12", "--peers", "none")
+    rows = measured()
+    assert rows[:2] == first and [row[:2] for row in rows[2:]] == [
+        (name, cols) for cols in ("12", "8") for name in ("ours", "whole", "none")]
+    assert measured() == rows and len(measured("--commit", "other")) == len(rows) + 6
+
+
+def test_nothing_is_measured_while_a_file_exists(tmp_path, monkeypatch):
+    page, pause, looks = load("polar_page", monkeypatch), tmp_path / "pause", []
+    page.hold(None)
+    page.hold(str(pause))
+    pause.touch()
+
+    def sleep(seconds):
+        looks.append((tmp_path / "pause.idle").exists())
+        if len(looks) == 3:
+            pause.unlink()
+
+    monkeypatch.setattr(page.time, "sleep", sleep)
+    page.hold(str(pause))
+    assert looks == [True] * 3 and not (tmp_path / "pause.idle").exists()
+
+
+def test_memory_of_a_call_does_not_depend_on_what_the_first_one_left(monkeypatch):
+    """A cycle keeps 5 MiB of the first call, the second frees cycles as Python may, and allocates 3 MiB itself."""
+    page, held = load("polar_page", monkeypatch), {"now": 0, "most": 0}
+
+    class Buffer:
+        def __init__(self, mib):
+            self.bytes = mib * 2**20
+            held["now"] += self.bytes
+            held["most"] = max(held.values())
+
+        def __del__(self):
+            held["now"] -= self.bytes
+
+    monkeypatch.setattr(page.polar, "DEVICE", "cuda")
+    for name, function in {"synchronize": lambda: None, "memory_allocated": lambda: held["now"],
+                           "max_memory_allocated": lambda: held["most"],
+                           "reset_peak_memory_stats": lambda: held.update(most=held["now"])}.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    calls, memory = [], {}
+
+    def call(X):
+        if not calls:
+            left = [Buffer(5)]
+            left.append(left)
+        elif gc.isenabled():
+            gc.collect()
+        calls.append(Buffer(3) and 0)
+
+    page.with_memory(lambda: call, torch.empty(0), memory, "dion")
+    assert memory == {"dion": 3.0} and len(calls) == 2 and gc.isenabled()
+
+
+@pytest.mark.parametrize("bad, found", [(0, [2]), (2, [1, 2, 3]), (9, [1, 2, 3, 4])])
+def test_restarts_of_gns_are_as_few_as_are_stable(bad, found, monkeypatch):
+    """By the package's own search: with less than `bad` restarts Q grows, and for one it raises."""
+    peers, made = load("peers", monkeypatch), {}
+    peers.gns_restarts.cache_clear()
+
+    def search(values, triples, lowest, num_restarts):
+        print("much")
+        if num_restarts < bad - 1:
+            raise ValueError("all blow up")
+        return [2] if num_restarts == 1 else list(range(1, num_restarts + 1))
+
+    stand_in(monkeypatch, "gram_newton_schulz.restart_autotune", find_best_restarts=search,
+             simulate_perturbed_gram_newton_schulz=lambda *about, reset_indices: len(reset_indices),
+             stability_metric=lambda restarts: 85 if restarts > bad else 1e5)
+    package = sys.modules["gram_newton_schulz"]
+    package.restart_autotune = sys.modules["gram_newton_schulz.restart_autotune"]
+    package.GramNewtonSchulz = lambda **given: made.update(given)
+    peers.gns(types.SimpleNamespace(triples=[[1.0, 2.0, 3.0]] * 5))
+    assert made["gram_newton_schulz_reset_iterations"] == found and len(made["ns_coefficients"]) == 5
+    peers.gns_restarts.cache_clear()
+
+
 def stand_in(monkeypatch, name, **functions):
     """A module of a package that is not installed, and the packages above it."""
     parts = name.split(".")
@@ -305,19 +408,22 @@ def test_what_cannot_be_measured_is_said_at_once(script, arguments, message, opt
 def test_learning_rates_are_those_of_the_document(tmp_path, monkeypatch):
     """docs/learning_rates.md says best rates, losses and seeds of the committed sweeps; the figures draw all rates."""
     plot, figures = load("plot_lr", monkeypatch), load("figures", monkeypatch)
-    sweeps = {"30m": plot.losses_of(plot.read(FOLDER / "results" / "convergence.csv")), "demo": plot.demo_losses()}
+    rows = plot.read(FOLDER / "results" / "convergence.csv")
+    sweeps = {plot.name_of(sweep): plot.losses_of(found) for sweep, found in plot.sweeps_of(rows).items()}
     found = {}
-    for model, losses in sweeps.items():
+    for model, losses in {**sweeps, "demo": plot.demo_losses()}.items():
         for name, by_lr in losses.items():
-            lr = plot.best(by_lr)
+            lr = min((found[0], lr) for lr, found in by_lr.items() if 0 in found)[1]  # by seed 0
+            if model == "demo":  # which has all seeds at all rates
+                lr = min((statistics.mean(found.values()), lr) for lr, found in by_lr.items())[1]
             seeds = {len(losses) for other, losses in by_lr.items() if other != lr}
-            found[model, name] = [f"{lr:g}", f"{statistics.mean(by_lr[lr]):.4f}", str(len(by_lr[lr])),
+            found[model, name] = [f"{lr:g}", f"{statistics.mean(by_lr[lr].values()):.4f}", str(len(by_lr[lr])),
                                   "/".join(map(str, sorted(seeds)))]
         _, axes = figures.plt.subplots()
         assert plot.draw_losses(axes, losses, model)
         assert len(axes.get_xticks()) == len({lr for by_lr in losses.values() for lr in by_lr}) >= 5
     text = (FOLDER.parent / "docs" / "learning_rates.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (30m|demo) \| (\w+) \| (.*) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| ([\w, ]+ on [\w, ]+|demo) \| (\w+) \| (.*) \|$", text, re.MULTILINE)
     assert {(model, name): cells.split(" | ") for model, name, cells in rows} == found
 
 
@@ -335,13 +441,19 @@ def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch
         if row["optimizer"] == "muon" and row["seed"] == "0":  # another GPU's time is left out
             row |= {"gpu": "NVIDIA B", "step_ms": "30"}
     rows.append(tmp_path / "table.csv", columns, found)
+    large = common | {"size": "124m", "corpus": "packages", "gpu": "A"}  # another sweep, which is not complete
+    rows.append(tmp_path / "table.csv", columns, [large | row | {"steps": "600"} for row in rows_of_losses(
+        {("adamw", 0.001): [0.6], ("muon", 0.004): [0.5, 0.52], ("muon", 0.002): [0.51]})])
     for name in ("learning_rates.md", "evidence.md"):
         shutil.copy(FOLDER.parent / "docs" / name, tmp_path / name)
     run("plot_lr.py", tmp_path / "table.csv", "--out", tmp_path / "figures", "--docs", tmp_path)
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"learning_rates_30m.png",
-                                                                       "learning_rates_demo.png"}
-    text = (tmp_path / "evidence.md").read_text()
-    assert 'M parameters, 100 steps, 2.0 M tokens of the text "fake" (1.5 MB). GPU: A, NVIDIA B. torch 2.11.' in text
+    rates = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert rates == {f"learning_rates_{name}.png" for name in ("30m_fake_100_steps", "124m_packages", "demo")}
+    rates_page, text = ((tmp_path / name).read_text() for name in ("learning_rates.md", "evidence.md"))
+    assert set(re.findall(r"\(figures/(.*?)\)", rates_page)) == rates
+    unwrapped = " ".join(text.split())
+    assert ('M parameters, 100 steps, 2.0 M tokens of the text "fake" (1.5 MB). GPU: A, NVIDIA B. torch 2.11.'
+            in unwrapped)
     # From 1.3 after step 50 to .8 after step 100: .9033, AdamW's loss, after step 89.67
     for line in ("muon | 0.004 | 3 | 0.8000 | 0.0100 | 1.8 M, 90 % | ",
                  "normuon | 0.004 | 3 | 0.7003 | 0.0105 | 1.6 M, 80 % | -0.0997 +- 0.0014"):
@@ -349,9 +461,11 @@ def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch
     for line in ("loss lower than Muon's: normuon.", "no difference from Muon's loss found: per_head.",
                  "loss higher than Muon's: adamw, cubic.",
                  "open, fewer than three seeds in common with Muon: split16.", "not run: torch_muon, keller"):
-        assert f"- 30m, {line}" in text
+        assert f"- 30m on fake, 100 steps, {line}" in unwrapped
+    assert "- 124m on packages, loss lower than Muon's: none." in text and "| muon | 0.004 | 2 | 0.5100 |" in text
+    assert "No run yet: 30m on packages, 30m on stdlib, 124m on stdlib, 124m on fake." in text
     assert "| muon | 4 | 3 | 0 |\n" in text and max(map(len, text.split("## Runs")[0].splitlines())) < 130
-    assert "| 30m | muon | 0.004 | 0.8000 | 3 | 1 |\n" in (tmp_path / "learning_rates.md").read_text()
+    assert "| 30m on fake, 100 steps | muon | 0.004 | 0.8000 | 3 | 1 |\n" in rates_page
 
 
 def test_parts_of_documents_and_dates_of_the_log(tmp_path, monkeypatch):
@@ -668,7 +782,7 @@ def test_convergence_goes_on_where_it_ended(optimizer, tmp_path, monkeypatch):
     assert len(set(runs)) == len(runs) > len(first) == 4 and rows[:len(first)] == first
     for name, seeds in ("adamw", 3), ("muon", 5):
         assert re.search(rf"^\| {name} \| [\d.]+ \| {seeds} \|", text, re.M)
-    assert "\n".join(load("convergence", monkeypatch).table(rows)) in text
+    assert "\n".join(load("convergence_table", monkeypatch).table(rows)) in text
 
 
 PEER = """
@@ -700,7 +814,7 @@ def sweep(optimizer, tmp_path, monkeypatch):
     yield module, argparse.Namespace(
         size="tiny", steps=3, data=str(FOLDER.parent / "tests"), corpus="tests", eager=True, commit="abc",
         folders={name: tmp_path / name for name in ("keller_jordan", "dion")}, out=tmp_path / "convergence.csv",
-        optimizers=["keller", "dion_normuon", "split16"], seconds=math.inf, runs=None)
+        optimizers=["keller", "dion_normuon", "split16"], seconds=math.inf, runs=None, pause=None)
     forget_peers()
 
 
@@ -775,6 +889,79 @@ def test_the_plan_says_at_least_how_many_runs_are_missing(monkeypatch):
     assert counts == sorted(counts) and counts[0] < len(losses) == counts[-1]
     assert not any(sweep.still_missing(names, losses).values())
     assert [len(runs) for runs in sweep.still_missing(["cubic"], losses).values()] == [0, 5]
+    large = sweep.still_missing(names, {}, sweep.SIZES["124m"])  # AdamW's three rates together, three seeds each
+    assert {name: len(runs) for name, runs in large.items()} == {"adamw": 5, "muon": 5, "torch_muon": 5, "split16": 5}
+    assert {run.embed_lr / run.lr for run in large["adamw"]} == {2.0}
+
+
+def test_the_best_rate_is_that_of_the_seeds_that_all_rates_have(monkeypatch):
+    """A rate of few seeds does not win by its luck, and a rate without the first seed is not compared."""
+    best = load("convergence_table", monkeypatch).best_rate
+    assert best({2e-3: {0: 0.8}, 4e-3: {0: 0.7, 1: 0.9, 2: 0.95}}) == 4e-3
+    assert best({2e-3: {0: 0.8, 1: 0.8}, 4e-3: {0: 0.7, 1: 1.0}, 8e-3: {1: 0.1}}) == 2e-3
+
+
+def test_a_queue_takes_runs_of_later_sweeps_and_pauses(sweep, monkeypatch):
+    """The searches of the first sweep leave a worker idle, which takes the next sweep's; nothing begins while the file
+    of the pause exists; a run that would end too late does not begin.
+    """
+    convergence, options = sweep
+    options.pause, options.optimizers = options.out.with_name("pause"), ["muon"]
+    monkeypatch.setattr(convergence.Queue, "worker", lambda self, number: None)
+    sweeps = [convergence.Sweep(argparse.Namespace(**vars(options) | {"steps": steps})) for steps in (3, 4)]
+    queue = convergence.Queue(sweeps, options)
+    for number in range(2):
+        queue.begun[number] = queue.next_order()
+    assert [(sweeps.index(part), run.optimizer, run.seed) for part, run in queue.begun.values()] == [
+        (0, "adamw", 0), (1, "adamw", 0)]
+    assert queue.next_order() is None  # both wait for AdamW's first run
+    row = dict.fromkeys(convergence.COLUMNS, "") | vars(queue.begun.pop(0)[1]) | {
+        "size": "tiny", "corpus": "tests", "steps": 3, "text_mb": convergence.text_mb(options.data),
+        "heldout_loss": 1.0, "step_ms": 2e4}
+    sweeps[0].end(convergence.Run.of(row), row)
+    assert sweeps.index(queue.next_order()[0]) == 0
+    options.seconds = 50.0  # its runs take 60 s
+    assert queue.next_order() is None
+    assert not queue.paused() and (options.pause.touch() or queue.paused())
+    queue.begun.clear()
+    done = threading.Timer(0.5, options.pause.unlink)
+    done.start()
+    queue.wait_while_paused()
+    assert not options.pause.exists() and not options.pause.with_name("pause.idle").exists()
+
+
+def test_a_process_ends_with_a_run_that_failed_and_another_goes_on(sweep, monkeypatch):
+    """With threads in place of processes, trainings that only have a loss, and an optimizer whose runs fail."""
+    convergence, options = sweep
+    options.optimizers, workers = ["split16", "muon"], []
+
+    class Training:
+        def __init__(self, run, options, device):
+            self.run = run
+
+        def row(self):
+            if self.run.optimizer == "split16":
+                raise RuntimeError("no such optimizer")
+            rates = (self.run.lr, self.run.embed_lr, self.run.head_lr)
+            return dict.fromkeys(convergence.COLUMNS, 1) | vars(self.run) | {
+                "size": "tiny", "corpus": "tests", "steps": 3, "text_mb": convergence.text_mb(options.data),
+                "heldout_loss": sum(math.log2(rate / 1e-3) ** 2 for rate in rates) + 1e-3 * self.run.seed}
+
+    def worker(self, number):
+        orders = self.context.SimpleQueue()
+        workers.append(threading.Thread(target=convergence.work, args=(number, [options], orders, self.results)))
+        workers[-1].start()
+        return workers[-1], orders
+
+    monkeypatch.setattr(convergence, "Training", Training)
+    monkeypatch.setattr(convergence.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(convergence.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(convergence.Queue, "worker", worker)
+    with pytest.raises(SystemExit, match="runs failed of: split16$"):
+        convergence.Queue([convergence.Sweep(options)], options).run()
+    assert len(workers) == 3 and not any(thread.is_alive() for thread in workers)
+    losses = convergence.losses_of(convergence.rows_so_far(options))
+    assert not any(convergence.still_missing(["muon"], losses).values()) and len(losses) > 10
 
 
 def rows_of_losses(losses):
@@ -788,7 +975,7 @@ def rows_of_losses(losses):
 
 def test_parity_is_an_equivalence_test_over_seeds(monkeypatch):
     """torch_muon is compared at our best rate, not at its own."""
-    sweep = load("convergence", monkeypatch)
+    sweep = load("convergence_table", monkeypatch)
     ours = [0.77, 0.76, 0.78, 0.75, 0.77]
     losses = {("muon", 0.004): ours, ("muon", 0.002): [0.9], ("torch_muon", 0.002): [0.1] * 5}
     assert sweep.parity(rows_of_losses(losses)) == [
@@ -801,7 +988,7 @@ def test_parity_is_an_equivalence_test_over_seeds(monkeypatch):
 
 
 def test_the_power_of_the_equivalence_test_is_that_of_simulated_sweeps(monkeypatch):
-    sweep = load("convergence", monkeypatch)
+    sweep = load("convergence_table", monkeypatch)
     torch.manual_seed(0)
     for count in (3, 5):
         for error in (0.0015, 0.0025):

@@ -264,16 +264,17 @@ def test_every_mode_has_a_section():
 def test_tables_of_measurements_are_those_of_the_rows(monkeypatch):
     """`--docs docs` of benchmarks/plot_lr.py and benchmarks/polar_page.py writes them anew."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    plot_lr, polar_page, documents, convergence = map(
-        importlib.import_module, ("plot_lr", "polar_page", "documents", "convergence"))
+    plot_lr, polar_page, documents, table_of = map(
+        importlib.import_module, ("plot_lr", "polar_page", "documents", "convergence_table"))
     rows = plot_lr.read(ROOT / "benchmarks" / "results" / "convergence.csv")
     assert documents.part(ROOT / "docs" / "learning_rates.md", "best rates") == plot_lr.best_rates(rows)
+    assert documents.part(ROOT / "docs" / "learning_rates.md", "figures") == plot_lr.links(rows)
     for name, lines in plot_lr.evidence(rows).items():
         assert documents.part(ROOT / "docs" / "evidence.md", name) == lines
     for name, lines in polar_page.page(polar_page.known_rows(polar_page.RESULTS)).items():
         assert documents.part(ROOT / "docs" / "polar_benchmark.md", name) == lines
     assert set(table("docs/polar_benchmark.md", "## What is compared")) == set(polar_page.peers.POLAR)
-    assert f"a difference of {convergence.MARGIN} nats" in text_of("docs/evidence.md").replace("\n", " ")
+    assert f"a difference of {table_of.MARGIN} nats" in text_of("docs/evidence.md").replace("\n", " ")
 
 
 def test_the_numbers_of_the_demo_are_those_of_its_committed_results():

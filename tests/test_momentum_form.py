@@ -241,12 +241,29 @@ def on_layout(rank, world, layout, wholes, form):
     return same([local_of(t) for t in ours], [local_of(place(w)) for w in wholes])
 
 
-@pytest.mark.parametrize("layout, form", [*((layout, "sum") for layout in (*PLACED, *OWNED)),
-                                          *((layout, CORRECTED) for layout in ("rows", "columns", *OWNED))])
+@pytest.mark.parametrize("form", ["sum", CORRECTED])
+@pytest.mark.parametrize("layout", [*PLACED, *OWNED])
 def test_every_layout_has_the_bits_of_one_process(layout, form, optimizer):
     params, made = stepped("NorMuon", shapes=[(10, 7), (5, 12)], wire_dtype=torch.float32, form=form)
     wholes = [t for p in params for t in (p.detach(), *made.state[p].values())]
     assert run_threads(4, on_layout, layout, wholes, form) == [True] * 4
+
+
+def on_experts(rank, world, wholes, form):
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    params, made = stepped("NorMuon", lambda full: cut(full, mesh, [Shard(0)]), shapes=[(6, 10, 7)], form=form,
+                           wire_dtype=torch.float32)
+    found = [t for p in params for t in (p.detach(), *made.state[p].values())]
+    return same([part("params.dtensor").local_of(t) for t in found], [w.chunk(world)[rank] for w in wholes])
+
+
+@pytest.mark.parametrize("form", ["sum", CORRECTED])
+def test_experts_over_ranks_have_the_bits_of_one_process(form, optimizer):
+    params, made = stepped("NorMuon", shapes=[(6, 10, 7)], wire_dtype=torch.float32, form=form)
+    wholes = [t for p in params for t in (p.detach(), *made.state[p].values())]
+    assert run_threads(3, on_experts, wholes, form) == [True] * 3
 
 
 # state -------------------------------------------------------------------------------------------------------------

@@ -203,6 +203,18 @@ def test_momentum_is_fetched_once_and_written_before_the_weights():
     assert [one.slot.number for one in scheduler.order] == [i % 3 for i in range(len(scheduler.order))]
 
 
+def test_parts_fill_their_slots(monkeypatch):
+    """A matrix is cut where the slot ends: every part but the last of a launch has no room for a further row."""
+    monkeypatch.setattr(part("execution.offload.offload"), "LEAST_SLOT", 16384)
+    params, opt = build(shapes=[(100, 24), (24, 100)] * 5, others=[], offload_state=True)
+    give(params, 0)
+    opt.step()
+    sizes = [one.nbytes for one in opt._preparation.place.scheduler.order]
+    assert len(sizes) == 7 and max(sizes) <= 16384
+    # A row, and what is left out for the alignment of three pieces
+    assert min(sizes[:-1]) > 16384 - 4 * 100 - 3 * 512
+
+
 def test_the_first_parts_are_fetched_during_backward():
     results = []
     for offload_state in (False, True):

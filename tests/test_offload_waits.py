@@ -222,6 +222,7 @@ PROGRAMS |= {
     "one twice in a row": [[([0], True), ([0], True), ([1], False), ([1], True), ([0], False)]] * 3,
     "another order": [in_a_row(5), in_a_row(5)[::-1], in_a_row(3), in_a_row(7), in_a_row(5)],
     "only read": [in_a_row(5, False)] * 3,
+    "parts of other steps": [in_a_row(5), [([1, 2], True), ([0, 3], True), ([4], False)]] * 3,
 }
 
 
@@ -235,7 +236,7 @@ def played(name, recorder, slots, *, reads=True, following=False):
     return program
 
 
-SHARED = ("read, then written in other parts", "neighbours share states", "one twice in a row")
+SHARED = ("read, then written in other parts", "neighbours share states", "one twice in a row", "parts of other steps")
 
 
 # Launches on one state are in the order of the compute stream: a step on a side stream is joined before they share one
@@ -293,6 +294,45 @@ def test_parts_are_fetched_ahead_from_the_second_step_on():
     first, second = kinds[:kinds.index(HOST)], kinds[kinds.index(HOST) + 1:][:21]
     assert first == ["inward", "launch", "outward"] * 7
     assert second == ["inward"] * 3 + ["launch", "outward", "inward"] * 4 + ["launch", "outward"] * 3
+
+
+class Counting(Recorder):
+    """Counts events that are recorded, and calls of copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = self.copies = 0
+
+    def record(self, event, stream):
+        self.records += 1
+        super().record(event, stream)
+
+    def copy(self, stream, copies):
+        self.copies += len(copies)
+        super().copy(stream, copies)
+
+
+def test_a_part_takes_few_calls_of_the_host():
+    """From the second step on: three events, each recorded and waited for once, and a copy each way."""
+    recorder = Counting()
+    program = Program(recorder, 3)
+    program.step(in_a_row(12))
+    recorder.records = recorder.copies = 0
+    recorder.waits.clear()
+    program.step(in_a_row(12))
+    of_the_step = recorder.waits.pop(("compute", "packed"))
+    assert (recorder.records, recorder.copies, sum(recorder.waits.values())) == (3 * 12, 2 * 12, 3 * 12)
+    assert of_the_step == 1 and program.scheduler.alone == set(program.scheduler.order)
+
+
+def test_parts_that_share_memory_are_known():
+    program = Program(Recorder(), 2)
+    for launches, alone in [([([0, 1], True), ([1, 2], True), ([3], True), ([5, 6], False)], [2, 3]),
+                            ([([0], True), ([0], True), ([4], True)], [2]),
+                            ([([0, 1, 2, 3], True), ([1], True), ([4], True), ([3], False)], [2]), ([], [])]:
+        program.step(launches)
+        order = program.scheduler.order
+        assert program.scheduler.alone == {order[number] for number in alone}
 
 
 def test_the_first_step_fetches_the_parts_of_a_launch_ahead():
@@ -453,6 +493,63 @@ def test_the_allocator_knows_every_stream_that_uses_a_slot(monkeypatch):
     again = streams.CopyStreams(device, kept)
     assert len(FakeStream.made) == 3 and again.streams == ours.streams and again.shared == []
     assert streams.CopyStreams(torch.device("cuda", 0), kept).streams["pack"].device.index == 0
+
+
+class FakeEvent:
+    def record(self, stream):
+        self.recorded = stream
+
+    def wait(self, stream):
+        self.waited = stream
+
+
+class FakeTensor:
+    def __init__(self, current):
+        self.current = current
+
+    def copy_(self, source, non_blocking):
+        assert non_blocking
+        self.copied_on = self.current[0]
+        return 1 / source
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_copies_run_on_their_streams_and_launches_on_the_current_one(packs, monkeypatch):
+    """Also after a copy that raises. While U is written, torch is not asked for the current stream."""
+    streams, device = part("execution.offload.streams"), torch.device("cuda", 0)
+    user, asked = FakeStream(device), []
+    current = [user]
+
+    @contextlib.contextmanager
+    def on(stream):
+        before, current[0] = current[0], stream
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: asked.append(0) or current[0])
+    ours = streams.CopyStreams(device, {})
+    with ours.on_pack_stream() if packs else contextlib.nullcontext():
+        caller, to, event = current[0], FakeTensor(current), ours.event("used")
+        assert caller is (ours.streams["pack"] if packs else user)
+        for name in ("inward", "outward"):
+            ours.copy(name, [(to, 1)])
+            assert to.copied_on is ours.streams[name] and current[0] is caller
+            ours.wait(name, event)
+            assert event.waited is ours.streams[name]
+        ours.record(event, "compute")
+        ours.wait("compute", event)
+        assert event.recorded is event.waited is caller
+        assert bool(asked) is not packs
+        if packs:
+            with pytest.raises(ZeroDivisionError):
+                ours.copy("inward", [(to, 0)])
+            assert current[0] is caller
+    ours.record(event, "compute")
+    assert current[0] is event.recorded is user
 
 
 def test_nothing_is_waited_for_or_fetched_during_a_capture(monkeypatch):

@@ -858,8 +858,8 @@ def test_layers_that_cannot_be_recorded_are_told(optimizer):
 
 
 @pytest.mark.gpu
-def test_flex_attention_gives_the_same_maxima(part):
-    """torch 2.10 on: the auxiliary output of FlexAttention is what `record` takes."""
+def test_flex_attention_gives_the_same_maxima(part, optimizer):
+    """torch 2.10 on: `record` takes the auxiliary output of FlexAttention, of scores that a `score_mod` changed."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     if not hasattr(flex, "AuxRequest"):
         pytest.skip("this torch has no AuxRequest")
@@ -867,6 +867,18 @@ def test_flex_attention_gives_the_same_maxima(part):
     _, aux = flex.flex_attention(q, k, v, enable_gqa=True, return_aux=flex.AuxRequest(max_scores=True))
     found = part("qk_clip.logits").max_logits(q, k)
     torch.testing.assert_close(aux.max_scores.amax((0, 2)).float(), found, rtol=1e-4, atol=0)
+
+    model = nn.ModuleDict({"a": Attention()}).cuda()
+    threshold = 1.5 * float(found.sort().values[:2].mean())
+    clip = optimizer.QKClip.of(model, threshold=threshold)
+    muon = optimizer.Muon(model.named_parameters(), lr=0.0, weight_decay=0.0, qk_clip=clip)
+    _, aux = flex.flex_attention(q, k, v, score_mod=lambda score, *_: score * 1.5, enable_gqa=True,
+                                 return_aux=flex.AuxRequest(max_scores=True))
+    clip.record("a", aux.max_scores.amax((0, 2)))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    muon.step()
+    assert int(clip.clipped) == int((1.5 * found > threshold).sum()) == H - 1
 
 
 # Layers of models -----------------------------------------------------------------------------------------------------

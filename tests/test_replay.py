@@ -260,6 +260,117 @@ def test_a_profiler_of_triton_hears_of_launches(tape):
     assert len(done) == 2
 
 
+def multiply(records, blocks, values, factor, NEGATES, FIELDS, BLOCK, ACCESS, TYPE_0, TYPE_1=None):
+    """Stands for the Python function of a kernel over a table."""
+
+
+class Jit:
+    """Stands for a decorated kernel."""
+    function = staticmethod(multiply)
+
+    def __init__(self, compiled, launched):
+        self.compiled, self.launched = compiled, launched
+
+    def prepare(self, *arguments, **options):
+        self.launched.append("prepared")
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.launched.append((grid, arguments)) or self.compiled
+
+
+def a_table(tables):
+    """A launch over a table, and its records and blocks."""
+    records, blocks = torch.zeros(1, 9, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
+    return tables.Launch((torch.float32,), tables.ROW, records, blocks, torch.zeros(1, dtype=torch.int64))
+
+
+def test_a_launch_over_a_table_with_equal_arguments_calls_the_launcher_only(tape, part):
+    import triton.language as tl
+
+    tables, calls, launched = part("kernels.elementwise.multi_tensor"), [], []
+    launch, kernel, values = a_table(tables), Jit(Kernel(calls), launched), torch.zeros(4)
+    for _ in range(3):
+        tables.run(kernel, launch, values, 2, NEGATES=True)
+    assert launched == ["prepared", ((3,), (launch.records, launch.blocks, values, 2))]
+    own = launch.records.data_ptr(), launch.blocks.data_ptr(), values.data_ptr(), 2
+    assert len(calls) == 2 and calls[0] == calls[1]
+    assert calls[0][:5] == (3, 1, 1, 5, 7)
+    # By position: the constants, those of the table, and no second list
+    assert calls[0][-len(own) - 6:] == (*own, True, 9, tables.BLOCK, tables.ROW, tl.float32, None)
+    # Another address, number or constant is another launch
+    for others in [(torch.zeros(4), 2, True), (values, 3, True), (values, 2, False)]:
+        before = len(launched)
+        tables.run(kernel, launch, *others[:2], NEGATES=others[2])
+        assert len(launched) == before + 2 and len(calls) == 2
+        tables.run(kernel, launch, *others[:2], NEGATES=others[2])
+        assert len(launched) == before + 2 and calls.pop()[-7:-4] == (*others[1:], 9)
+    for number in range(20):
+        tables.run(kernel, launch, values, number, NEGATES=True)
+    assert len(launch.started) <= tables.MOST_STARTED
+
+
+def test_a_fixed_launch_follows_the_stream_and_profilers(tape, monkeypatch):
+    from triton import knobs
+
+    calls, streams = [], [5, 5, 6]
+    monkeypatch.setattr(tape, "_stream", lambda device: streams.pop(0))
+    fixed = tape.FixedLaunch.of(0, Kernel(calls), 2, (1.5, None))
+    assert fixed.start() and fixed.start() and fixed.start()
+    assert [call[3] for call in calls] == [5, 5, 6] and calls[0] is not calls[2]
+    knobs.runtime.launch_enter_hook.add(print)
+    try:
+        assert not fixed.start() and len(calls) == 3
+    finally:
+        knobs.runtime.launch_enter_hook.remove(print)
+
+
+def test_launches_over_tables_that_cannot_be_fixed_are_made_as_before(tape, part, monkeypatch):
+    """In the interpreter, where memory of Triton's is needed, with an unknown Triton, and in a dry run."""
+    tables, calls = part("kernels.elementwise.multi_tensor"), []
+    for compiled in (None, Kernel(calls, scratch=8), object()):
+        launch, launched = a_table(tables), []
+        for _ in range(3):
+            tables.run(Jit(compiled, launched), launch, 2, NEGATES=False)
+        assert len(launched) == 6 and not calls
+    launch, launched = a_table(tables), []
+    kernel = Jit(Kernel(calls), launched)
+    monkeypatch.setattr(part("kernels.launch.jit").thread_state, "dry_run", True, raising=False)
+    for _ in range(3):
+        tables.run(kernel, launch, 2, NEGATES=False)
+    assert len(launched) == 6 and not calls and not launch.started
+
+
+@pytest.mark.gpu
+def test_a_fixed_launch_has_the_bits_of_the_first(part):
+    """On new gradients at other addresses, on another stream, and inside of a graph."""
+    tables, momentum = part("kernels.elementwise.multi_tensor"), part("kernels.elementwise.momentum")
+    shapes = [(64, 96), (40, 24), (33, 7)]
+    torch.manual_seed(0)
+    M, U, expected = ([torch.zeros(s, device="cuda") for s in shapes] for _ in range(3))
+    U = [u.bfloat16() for u in U]
+    sources = [tables.Source(i, 0, (s[1], 1)) for i, s in enumerate(shapes)]
+    addresses, weight = torch.zeros(3, dtype=torch.int64, device="cuda"), torch.full((12,), 0.05, device="cuda")
+    gradients = [[torch.randn(s, device="cuda") for s in shapes] for _ in range(5)]
+    pack = momentum.Pack(M, U, sources, gradients[0])
+    others = [torch.empty_like(u) for u in U]
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    for number, some in enumerate(gradients):
+        addresses.copy_(torch.tensor([g.data_ptr() for g in some]))
+        torch.cuda.synchronize()
+        if number == 3:
+            with torch.cuda.graph(graph):
+                pack(some, addresses, weight, True)
+            graph.replay()
+        else:
+            with torch.cuda.stream(side if number == 2 else torch.cuda.current_stream()):
+                pack(some, addresses, weight, True)
+        torch.cuda.synchronize()
+        momentum.pack_torch(expected, others, some, [weight[0]] * 3, True)
+        assert all(map(torch.equal, M, expected)) and all(map(torch.equal, U, others))
+    started = [fixed for launch in pack.launches for fixed in launch.started.values()]
+    assert len(started) == len(pack.launches) and all(started)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
 @pytest.mark.parametrize("shape", [(3, 200, 700), (2, 512, 512), (300, 1000), (5, 250, 130), (1, 65, 3000)])

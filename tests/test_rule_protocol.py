@@ -216,7 +216,7 @@ def test_a_rule_computes_its_formula(name, device, optimizer):
         muon.step()
     for p, w in zip(params, W):
         moved = (w - p.detach().double().cpu()).norm() / w.norm()
-        assert moved < 2e-4, (name, tuple(w.shape), float(moved))
+        assert moved < 1e-6, (name, tuple(w.shape), float(moved))
 
 
 # GPUs --------------------------------------------------------------------------------------------------------------
@@ -412,6 +412,23 @@ def keeps(self, O, units):
     return O
 
 
+def fill(units):
+    for number in units.sent.values():
+        number.fill_(1)
+
+
+def replaces(self, O, units):
+    fill(units)
+    units.state["of_rows"] = units.state["of_rows"][:, :1]
+    return O
+
+
+def resizes(self, O, units):
+    fill(units)
+    units.state["of_rows"].resize_(O.shape[0], 1, 1)
+    return O
+
+
 WRONG = {
     "a tensor on itself": ({"after": keeps, "sends": {}, "write": None}, ValueError, "keeps 'last' on itself"),
     "another shape": ({"before": lambda self, U, units: U[:, :-1]}, ValueError, "before returned"),
@@ -425,6 +442,8 @@ WRONG = {
     "no option": ({"before": lambda self, U, units: U * units.numbers.absent}, ValueError, "has no number 'absent'"),
     "an option of every group": ({"options": {"lr": 1.0}}, ValueError, "option 'lr' is a key of every group"),
     "a name of another rule": ({"name": "muon"}, ValueError, "has the name of a rule of"),
+    "state of another shape": ({"after": replaces}, ValueError, "state 'of_rows' was replaced: change it in place"),
+    "state that is resized": ({"after": resizes}, ValueError, "state 'of_rows' was replaced: change it in place"),
     "an error": ({"before": lambda self, U, units: U @ U}, ValueError, "fails in a trial on small tensors"),
 }
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ON_GPUS = torch.cuda.is_available()  # in programs: `run` shows them GPUs if there is one for each rank
+ON_GPUS = torch.cuda.is_available()  # in programs: what `run` shows them
 SAID = "RESULT "  # a program prints this and a JSON object, once on each rank
+# A program that takes longer prints where each rank is, and ends
+LIMIT_S = float(os.environ.get("FRAMEWORK_PROGRAM_S", "450"))
+if Path(sys.argv[0]).parent.name == "programs":
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
 
 
 def llama(**more):
@@ -59,6 +67,13 @@ def say(**found) -> None:
     os.write(1, f"\n{SAID}{json.dumps(found)}\n".encode())  # at once: ranks share the pipe
 
 
+def fabric() -> ModuleType:
+    """Fabric, of lightning or of the small wheel lightning-fabric. Skips the test where neither is installed."""
+    if importlib.util.find_spec("lightning"):
+        return importlib.import_module("lightning.fabric")
+    return pytest.importorskip("lightning_fabric")
+
+
 def fsdp2_on_cpu() -> None:
     """Let accelerate shard on gloo ranks: it offers FSDP on accelerators only. Nothing of FSDP2 is changed.
 
@@ -101,23 +116,34 @@ def megatron_on_cpu() -> None:
     torch.Tensor.type = lambda self, *args: kind(self, *args) if args else kind(self).replace("torch.", "torch.cuda.")
 
 
-def run(program: str, world: int, folder: Path, *args: str, launches_itself: bool = False) -> list[dict]:
+def run(
+    program: str, world: int, folder: Path, *args: str, launches_itself: bool = False, on_cpu: bool = False
+) -> list[dict]:
     """Run a program of tests/frameworks/programs on `world` ranks; return what each rank said.
 
-    The program finds an empty folder under FOLDER. Raises AssertionError with its errors where it fails.
+    The program finds an empty folder under FOLDER, and GPUs if there is one for each rank, unless `on_cpu`. All that it
+    prints is printed here, so pytest shows it with a test that fails. Raises AssertionError where the program fails, or
+    takes longer than LIMIT_S.
     """
     alone = world == 1 or launches_itself
     launch = [] if alone else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     path = Path(__file__).parent / "programs" / f"run_{program}.py"
     command = [sys.executable, "-W", "ignore", *launch, str(path), *args]
-    env = {**os.environ, "FOLDER": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1",
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "FOLDER": str(folder), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1",
            "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if torch.cuda.device_count() < world:
+    if on_cpu or torch.cuda.device_count() < world:
         env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     elif world == 1:  # else Trainer takes all of them
-        env["CUDA_VISIBLE_DEVICES"] = "0"
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    said = [json.loads(line[len(SAID):]) for line in done.stdout.splitlines() if line.startswith(SAID)]
-    assert len(said) == world, done.stdout
+        env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        printed, _ = process.communicate(timeout=LIMIT_S + 60)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks then
+        printed, _ = process.communicate()
+    print(f"{program} {' '.join(args)}, rc {process.returncode}:\n{printed}")
+    assert process.returncode == 0, f"{program} {' '.join(args)} failed: see what it printed"
+    said = [json.loads(line[len(SAID):]) for line in printed.splitlines() if line.startswith(SAID)]
+    assert len(said) == world
     return said

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from tests.frameworks.common import ROOT, fsdp2_on_cpu
+from tests.frameworks.common import ROOT, fabric, fsdp2_on_cpu
 from tests.ranks import package
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -207,9 +207,6 @@ def train_in_lightning(choice: tuple[type, dict], folder: str) -> dict[str, torc
 
 
 def train_in_fabric(choice: tuple[type, dict], shards: bool = False) -> dict[str, torch.Tensor]:
-    from lightning.fabric import Fabric
-    from lightning.fabric.strategies import ModelParallelStrategy
-
     def shard(model: nn.Module, mesh: object) -> nn.Module:
         from torch.distributed.fsdp import fully_shard
 
@@ -218,16 +215,18 @@ def train_in_fabric(choice: tuple[type, dict], shards: bool = False) -> dict[str
         return fully_shard(model, mesh=mesh["data_parallel"])
 
     factory, values = choice
-    strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1) if shards else "auto"
-    fabric = Fabric(accelerator="cpu", devices=2 if shards else 1, strategy=strategy)
-    fabric.launch()
-    model = fabric.setup_module(Model())
-    optimizer = fabric.setup_optimizers(factory()(model, **values))
+    strategy = "auto"
+    if shards:
+        strategy = fabric().strategies.ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+    launcher = fabric().Fabric(accelerator="cpu", devices=2 if shards else 1, strategy=strategy)
+    launcher.launch()
+    model = launcher.setup_module(Model())
+    optimizer = launcher.setup_optimizers(factory()(model, **values))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, rate)
     for batch in loader():
-        own = slice(fabric.global_rank, None, fabric.world_size)
-        fabric.backward(model(batch["input_ids"][own], batch["labels"][own])["loss"])
-        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        own = slice(launcher.global_rank, None, launcher.world_size)
+        launcher.backward(model(batch["input_ids"][own], batch["labels"][own])["loss"])
+        launcher.clip_gradients(model, optimizer, max_norm=0.5)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

@@ -61,13 +61,16 @@ def test_trl(tmp_path, mode, lora):
 
 
 def test_accelerate(tmp_path):
-    """Equal bits of weights and state in all modes, since gradients are equal."""
-    found = []
+    """Equal bits of weights and state in all modes where gradients are equal: without clipping, or without shards."""
+    found = {}
     for mode in ("ddp", "ddp_shard_state", "fsdp2"):
         (tmp_path / mode).mkdir()
         said = run("accelerate", 2, tmp_path / mode, mode)
         assert_resumed(said)
         assert said[0]["weight"] == ("DTensor" if mode == "fsdp2" else "Parameter")
         assert said[0]["rate"] < 0.01  # the scheduler has stepped the optimizer's groups
-        found.append(said[0]["straight"])
-    assert found == [found[0]] * 3
+        found[mode] = said[0]
+    ddp, shard_state, fsdp2 = found.values()
+    assert ddp["unclipped"] == shard_state["unclipped"] == fsdp2["unclipped"] != ddp["straight"]
+    assert ddp["straight"] == shard_state["straight"]
+    assert ddp["norms"][0] > 0.5 and fsdp2["norms"][0] == pytest.approx(ddp["norms"][0], rel=1e-6)

@@ -1,4 +1,8 @@
-"""accelerate alone. run_accelerate.py {ddp,ddp_shard_state,fsdp2}: trains 4 steps, and again from a checkpoint."""
+"""accelerate alone. run_accelerate.py {ddp,ddp_shard_state,fsdp2}: trains 4 steps, and again from a checkpoint.
+
+Then 4 steps without clipping: the norm of all gradients is summed in another order where they are sharded, and its last
+bit changes all of them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from tests.frameworks.common import ON_GPUS, Tokens, bits, fsdp2_on_cpu, llama, 
 from tests.ranks import package
 
 MODE, FOLDER = sys.argv[1], os.environ["FOLDER"]
+NORMS = []
 
 
 def make():
@@ -31,12 +36,13 @@ def make():
     return accelerator, *accelerator.prepare(model, optimizer, scheduler, loader)
 
 
-def train(accelerator, model, optimizer, scheduler, batches):
+def train(accelerator, model, optimizer, scheduler, batches, clips=True):
     for batch in batches:
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch).loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            if accelerator.sync_gradients and clips:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                NORMS.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -58,7 +64,11 @@ accelerator, model, optimizer, *_ = made
 accelerator.load_state(FOLDER)
 train(*made[:4], batches[4:8])
 optimizer.optimizer.consolidate_state_dict(to=None)
+resumed = bits(model, optimizer)
 first = optimizer.param_groups[0]["params"][0]
-say(straight=straight, resumed=bits(model, optimizer), weight=type(first).__name__,
+made = make()
+train(*made[:4], batches[:8], clips=False)
+made[2].optimizer.consolidate_state_dict(to=None)
+say(straight=straight, resumed=resumed, unclipped=bits(*made[1:3]), norms=NORMS[:4], weight=type(first).__name__,
     rate=optimizer.param_groups[0]["lr"])
 torch.distributed.barrier()

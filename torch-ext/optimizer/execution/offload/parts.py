@@ -106,14 +106,16 @@ class InParts:
 
     def __call__(self, *arguments: object) -> None:
         """Fetch, compute and write back each part."""
-        for number, part in enumerate(self.parts):
-            if in_dry_run():
+        if in_dry_run():
+            for number in range(len(self.parts)):
                 self._rehearse(number, arguments)
-            else:
-                launch = functools.partial(self._bind(number), *arguments)
-                # A step with a known order, as all but the first, makes no lists
-                following = () if self.scheduler.order else self.parts[number + 1 :]
-                self.scheduler.run(part, launch, following)
+            return
+        scheduler = self.scheduler
+        for number, part in enumerate(self.parts):
+            launch = functools.partial(self.launches[number] or self._bind(number), *arguments)
+            # A step with a known order, as all but the first, makes no lists
+            following = () if scheduler.order else self.parts[number + 1 :]
+            scheduler.run(part, launch, following)
 
     def _rehearse(self, number: int, arguments: tuple) -> None:
         """Launch a part in a dry run, which compiles kernels only."""
@@ -169,23 +171,40 @@ WHOLE = slice(None), slice(None)
 def cut(
     store: OffloadStore, pieces: Sequence[Piece], keys: Sequence[str | None], may_cut: bool = True
 ) -> list[tuple[list[Cut], list[torch.Tensor]]]:
-    """Cut pieces so that the states `keys` of some of them fit into a slot; return [(cuts, views of
+    """Cut pieces so that the states `keys` of some of them fill a slot; return [(cuts, views of
     host memory)], a pair for each part. `may_cut`: False leaves each piece whole.
     """
-    cuts = [one for p in pieces for one in (_cuts(store, p, keys) if may_cut else [whole_of(p)])]
     parts: list[tuple[list[Cut], list[torch.Tensor]]] = []
-    nbytes = 0
-    for one in cuts:
-        views = [view for key in keys for view in store.host_views([one.piece], key)]
-        views = list(filter(store.memory.holds, views))
-        more = sum(view.nbytes + 2 * ALIGNMENT for view in views)
-        if not parts or nbytes + more > store.scheduler.slot_bytes:
-            parts.append(([], []))
-            nbytes = 0
-        parts[-1][0].append(one)
-        parts[-1][1].extend(views)
-        nbytes += more
+    left = 0  # bytes of the last part's slot
+    for piece in pieces:
+        views = [view for key in keys for view in store.host_views([piece], key)]
+        axis, count = _outer_dim(views[0])
+        held = list(filter(store.memory.holds, views))
+        spare = 2 * ALIGNMENT * len(held)
+        row_bytes = max(1, sum(view.nbytes for view in held) // count)
+        is_large = count * row_bytes + spare > store.scheduler.slot_bytes
+        # Columns of 8-bit momentum come in blocks: a piece with outer columns is cut if it must be
+        step = 1 if may_cut and (axis == 0 or is_large) else count
+        first = 0
+        while first < count:
+            fits = min(count - first, (left - spare) // row_bytes // step * step)
+            if fits <= 0:
+                parts.append(([], []))
+                left = store.scheduler.slot_bytes
+                fits = min(count - first, max(step, (left - spare) // row_bytes // step * step))
+            one = _cut_along(axis, piece, first, first + fits, count)
+            views = [view for key in keys for view in store.host_views([one.piece], key)]
+            parts[-1][0].append(one)
+            parts[-1][1].extend(filter(store.memory.holds, views))
+            left -= fits * row_bytes + spare
+            first += fits
     return parts
+
+
+def _outer_dim(view: torch.Tensor) -> tuple[int, int]:
+    """(outer dim of a state in memory, its size)."""
+    axis = int(view.stride(1) > view.stride(0) or view.shape[0] == 1)
+    return axis, view.shape[axis]
 
 
 def whole_of(piece: Piece) -> Cut:
@@ -193,23 +212,13 @@ def whole_of(piece: Piece) -> Cut:
     return Cut(piece, piece, WHOLE)
 
 
-def _cuts(store: OffloadStore, piece: Piece, keys: Sequence[str | None]) -> list[Cut]:
-    """Cut a piece along the outer dim of its state in memory."""
-    views = [view for key in keys for view in store.host_views([piece], key)]
-    view = views[0]
-    axis = int(view.stride(1) > view.stride(0) or view.shape[0] == 1)
-    count = view.shape[axis]
-    row_bytes = sum(v.nbytes for v in views) // count
-    most = max(1, (store.scheduler.slot_bytes - 2 * ALIGNMENT * len(keys)) // max(1, row_bytes))
-    found = []
-    for first in range(0, count, most):
-        stop = min(count, first + most)
-        if stop - first == count:
-            return [whole_of(piece)]
-        place, box, start = list(WHOLE), list(piece.box), list(piece.start)
-        place[axis] = slice(first, stop)
-        box[axis] = box[axis][0] + first, box[axis][0] + stop
-        start[axis] += first
-        part = replace(piece, box=tuple(box), start=tuple(start))
-        found.append(Cut(piece, part, tuple(place)))
-    return found
+def _cut_along(axis: int, piece: Piece, first: int, stop: int, count: int) -> Cut:
+    """Rows (axis 0) or columns of a piece, from `first` to `stop` of `count`."""
+    if stop - first == count:
+        return whole_of(piece)
+    place, box, start = list(WHOLE), list(piece.box), list(piece.start)
+    place[axis] = slice(first, stop)
+    box[axis] = box[axis][0] + first, box[axis][0] + stop
+    start[axis] += first
+    part = replace(piece, box=tuple(box), start=tuple(start))
+    return Cut(piece, part, tuple(place))

@@ -107,6 +107,22 @@ def _is_in(view: torch.Tensor, block: HostMemory, start: int, stop: int) -> bool
     return start <= block.offset_of(view) < stop
 
 
+def _alone(order: Sequence[Part]) -> set[Part]:
+    """The parts of an order that share no host memory with another part of it, nor come twice."""
+    spans = sorted(
+        (block.address + start, block.address + stop, number)
+        for number, part in enumerate(order)
+        for block, start, stop in part.ranges
+    )
+    shared, end, last = set(), 0, 0
+    for start, stop, number in spans:
+        if start < end:
+            shared |= {last, number}
+        if stop > end:
+            end, last = stop, number
+    return {part for number, part in enumerate(order) if number not in shared}
+
+
 class Scheduler:
     """The slots of a bound step, and the transfers to and from them."""
 
@@ -130,6 +146,7 @@ class Scheduler:
         # Updates whose U is written a bucket ahead, in the order of a step. Weak: they hold this
         self.bucket_refs: list[weakref.ref] = []
         self.order: list[Part] = []  # of the last step
+        self.alone: set[Part] = set()  # parts of `order` that share no host memory with others
         self.done: list[Part] = []  # parts of this step, in order
         self.ahead = 0  # number of parts of `order` that are fetched, or are past
         self.placed = 0  # parts with a slot
@@ -245,6 +262,8 @@ class Scheduler:
         self.streams.wait(OUTWARD, part.slot.used)
         self.streams.copy(OUTWARD, part.write_backs)
         self.streams.record(self.written, OUTWARD)
+        if part in self.alone:
+            return
         # What was fetched before is stale
         for slot in self.slots:
             if slot.holds is not None and slot.holds.overlaps(part):
@@ -255,6 +274,8 @@ class Scheduler:
         state may change between steps; keep the order.
         """
         self.streams.wait(COMPUTE, self.packed)
+        if self.done != self.order:
+            self.alone = _alone(self.done)
         self.order, self.done, self.ahead = self.done, [], 0
         for slot in self.slots:
             slot.holds = None

@@ -9,7 +9,7 @@ state that run beside the caller's stream).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -63,6 +63,8 @@ class CopyStreams:
             # Its short kernels go first where both streams have blocks to run
             streams[PACK] = torch.cuda.Stream(device, priority=-1)
             streams |= {name: torch.cuda.Stream(device) for name in (INWARD, OUTWARD)}
+        # The current stream, where known without asking torch: inside `on_pack_stream`
+        self.known: torch.cuda.Stream | None = None
         self.shared: list[torch.Tensor] = []
         self.told = set(self.streams.values())  # streams that the allocator knows to use `shared`
 
@@ -70,6 +72,8 @@ class CopyStreams:
         """The stream with a name; COMPUTE may be another stream at every call."""
         if name != COMPUTE:
             return self.streams[name]
+        if self.known is not None:
+            return self.known
         stream = torch.cuda.current_stream(self.device)
         if stream not in self.told:
             self.told.add(stream)
@@ -88,7 +92,7 @@ class CopyStreams:
     def wait(self, stream: str, event: torch.cuda.Event) -> None:
         """See `NoStreams`."""
         # A wait that is enqueued keeps to the record of this moment: events are recorded again
-        self._stream(stream).wait_event(event)
+        event.wait(self._stream(stream))
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         """See `NoStreams`."""
@@ -96,9 +100,19 @@ class CopyStreams:
 
     def copy(self, stream: str, copies: Copies) -> None:
         """See `NoStreams`. The host side of each copy is pinned memory."""
-        with torch.cuda.stream(self.streams[stream]):
+        if self.known is None:
+            with torch.cuda.stream(self.streams[stream]):
+                for to, source in copies:
+                    to.copy_(source, non_blocking=True)
+            return
+        # Torch's context manager asks for the device and the current stream, and takes as long as a
+        # copy
+        torch.cuda.set_stream(self.streams[stream])
+        try:
             for to, source in copies:
                 to.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(self.known)
 
     def share(self, memory: torch.Tensor) -> None:
         """See `NoStreams`: memory that is freed is not reused before copies and launches of all
@@ -108,9 +122,15 @@ class CopyStreams:
         for stream in self.told:
             memory.record_stream(stream)
 
-    def on_pack_stream(self) -> contextlib.AbstractContextManager:
-        """See `NoStreams`."""
-        return torch.cuda.stream(self.streams[PACK])
+    @contextlib.contextmanager
+    def on_pack_stream(self) -> Iterator[None]:
+        """See `NoStreams`. The current device is that of the streams."""
+        with torch.cuda.stream(self.streams[PACK]):
+            self.known = self.streams[PACK]
+            try:
+                yield
+            finally:
+                self.known = None
 
 
 def streams_for(

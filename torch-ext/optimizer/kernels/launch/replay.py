@@ -3,7 +3,8 @@
 The first call of a kind is recorded by `replay_or_record`: for each launch the C function of
 Triton's launcher with its arguments. Later calls on scratch memory at the recorded addresses call
 the C functions only, with new addresses of the caller's tensors filled in. Anything that a
-recording cannot hold is launched as usual. Known Triton versions only, see `knows_triton`.
+recording cannot hold is launched as usual. `FixedLaunch` is a single launch whose arguments never
+change. Known Triton versions only, see `knows_triton`.
 """
 
 from __future__ import annotations
@@ -66,6 +67,48 @@ class _Recording:
             calls = [(call[0], _filled(stream, tensors, *call[1:])) for call in self.calls]
             self.last = last = stream, starts, calls
         return last[2]
+
+
+class FixedLaunch:
+    """A launch whose arguments are fixed: later starts call the C function of Triton's launcher."""
+
+    def __init__(self, device: int, launch: _Launch):
+        """`device`: index of the device of the tensors."""
+        self.device = device
+        self.launch = launch
+        self.last: tuple = (None, ())  # (stream, arguments of the C function)
+
+    @classmethod
+    def of(
+        cls, device: int, compiled: Any, programs: int, arguments: Sequence
+    ) -> FixedLaunch | None:
+        """Return a launch that has just been made; None if it cannot be started so. `compiled`:
+        Triton's compiled kernel, None in the interpreter. `arguments`: the kernel's by position,
+        tensors and constants, no descriptors. No tensor is kept alive.
+        """
+        try:
+            called = _launcher_of(compiled)
+        except (ImportError, AttributeError, KeyError, TypeError):
+            # Not the insides of Triton that are expected
+            return None
+        if called is None:
+            return None
+        function, head, together = called
+        flat = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments)
+        return cls(device, _Launch(function, programs, head, flat, [], together))
+
+    def start(self) -> bool:
+        """Launch on the current stream; return False, without a launch, while a profiler listens to
+        launches.
+        """
+        if _has_launch_hooks():
+            return False
+        stream = _stream(self.device)
+        last = self.last  # read once, as in `_Recording.given`
+        if last[0] != stream:
+            self.last = last = stream, _filled(stream, (), *self.launch[1:])
+        self.launch.function(*last[1])
+        return True
 
 
 def replay_or_record(

@@ -1,0 +1,149 @@
+"""The table of a sweep of convergence.py: the best rate of each optimizer, losses, tokens, times.
+
+Parity. Below the table stands our Muon less torch's at equal rates, seed by seed: the mean, its 95 % interval by the
+paired t-test, and the difference that the test finds with a probability of 80 %. Both count as equal if two one-sided
+tests (TOST) at 5 % each exclude a difference of MARGIN; the power of that is said, too.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+RATES = ("lr", "embed_lr", "head_lr")
+STUDENT_T = {3: (4.303, 2.920, 1.061), 4: (3.182, 2.353, 0.978), 5: (2.776, 2.132, 0.941)}  # seeds -> .975, .95, .8
+# Nats per byte. On seed 0 of 30m on packages, twice and half the best rate cost our Muon 0.026 and 0.013
+MARGIN = 0.005
+
+
+def best_rate(losses: dict[object, dict[int, float]]) -> object:
+    """The best of {rate: {seed: loss}}: the lowest mean over the seeds that all rates have. Sweeps train a rate with
+    seed 0 first, and only the best with more; a rate without the first seed does not count.
+    """
+    first = min(seed for found in losses.values() for seed in found)
+    losses = {rate: found for rate, found in losses.items() if first in found}
+    common = set.intersection(*map(set, losses.values()))
+    return min(losses, key=lambda rate: statistics.mean(losses[rate][seed] for seed in common))
+
+
+def best_rows(rows: list[dict[str, str]], name: str) -> list[dict[str, str]]:
+    """The rows of an optimizer with its best rates, over the seeds that were trained with them."""
+    found = {}
+    for row in rows:
+        if row["optimizer"] == name:
+            found.setdefault(tuple(row[key] for key in RATES), {})[int(row["seed"])] = row
+    if not found:
+        return []
+    best = best_rate({rates: {seed: float(row["heldout_loss"]) for seed, row in seeds.items()}
+                      for rates, seeds in found.items()})
+    return list(found[best].values())
+
+
+def mean_curve(rows: list[dict[str, str]]) -> list[tuple[int, float]]:
+    """[(step, mean held-out loss over the rows)]."""
+    curves = [[point.split(":") for point in row["curve"].split()] for row in rows]
+    return [(int(points[0][0]), statistics.mean(float(loss) for _, loss in points)) for points in zip(*curves)]
+
+
+def share_to_reach(curve: list[tuple[int, float]], loss: float, steps: int) -> float | None:
+    """The share of the steps after which a curve first has a loss, between two measurements by a straight line. Rates
+    fall to 0 over all steps, so a run that was planned shorter would reach it earlier.
+    """
+    for (before, high), (after, low) in zip(curve, curve[1:]):
+        if low <= loss < high:
+            return (before + (after - before) * (high - loss) / (high - low)) / steps
+    return None
+
+
+def table(rows: list[dict[str, str]]) -> list[str]:
+    """One line for each optimizer of a sweep, in the order of losses, and the comparison with torch.optim.Muon."""
+    found = {name: best_rows(rows, name) for name in dict.fromkeys(row["optimizer"] for row in rows)}
+    losses = {name: [float(row["heldout_loss"]) for row in best] for name, best in found.items()}
+    target = statistics.mean(losses["adamw"]) if "adamw" in losses else None
+    gpus = [gpu for best in found.values() for gpu in {row["gpu"]: None for row in best}]
+    heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "less muon's",
+             "step ms", "optimizer ms", "MiB", "GPU")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name in sorted(found, key=lambda name: statistics.mean(losses[name])):
+        best, spread = found[name], f"{statistics.stdev(losses[name]):.4f}" if len(losses[name]) > 1 else ""
+        share = None
+        if target is not None and name != "adamw":
+            share = share_to_reach(mean_curve(best), target, int(best[0]["steps"]))
+        tokens = "" if share is None else f"{share * int(best[0]['tokens']) / 1e6:.1f} M, {100 * share:.0f} %"
+        # Times of two GPUs have no meaning together: those of the GPU of most lines, or else of the newest row's
+        last = ([row for row in best if row["gpu"] == statistics.mode(gpus)] or best)[-1]
+        alike = [row for row in best if all(row[key] == last[key] for key in ("gpu", "commit", "torch"))]
+        whole, own, memory = (statistics.median(float(row[key]) for row in alike)
+                              for key in ("step_ms", "optimizer_ms", "peak_mib"))
+        cells = (name, f"{float(best[0]['lr']):g}", str(len(best)), f"{statistics.mean(losses[name]):.4f}", spread,
+                 tokens, beside(best, found["muon"])[1] if "muon" in found and name != "muon" else "",
+                 f"{whole:.2f}", f"{own:.2f}", f"{memory:.0f}", short_name(last["gpu"]))
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, *parity(rows)]
+
+
+def short_name(gpu: str) -> str:
+    """The name of a GPU as tables have it."""
+    return gpu.replace("NVIDIA ", "").replace(" 80GB HBM3", "")
+
+
+def gaps_of(rows: list[dict[str, str]], others: list[dict[str, str]]) -> list[float]:
+    """Loss of `rows` less that of `others`, for each seed that both have."""
+    losses = {row["seed"]: float(row["heldout_loss"]) for row in others}
+    return [float(row["heldout_loss"]) - losses[row["seed"]] for row in rows if row["seed"] in losses]
+
+
+def half_width(gaps: list[float]) -> float:
+    """Half of the 95 % interval of the mean, by Student's t."""
+    return STUDENT_T[len(gaps)][0] * statistics.stdev(gaps) / math.sqrt(len(gaps))
+
+
+def beside(rows: list[dict[str, str]], others: list[dict[str, str]]) -> tuple[str, str]:
+    """How a loss compares with another one, seed by seed: ("lower", "higher", "no difference found", or "open" with too
+    few seeds; the mean difference and its 95 % interval).
+    """
+    gaps = gaps_of(rows, others)
+    if len(gaps) not in STUDENT_T:
+        return "open", ""
+    mean, half = statistics.mean(gaps), half_width(gaps)
+    answer = "no difference found" if abs(mean) <= half else "lower" if mean < 0 else "higher"
+    return answer, f"{mean:+.4f} +- {half:.4f}"
+
+
+def parity(rows: list[dict[str, str]]) -> list[str]:
+    """Our Muon less torch's, seed by seed, at the best rates of ours: the interval of the paired t-test, the difference
+    that it finds with a probability of 80 % at a level of 5 %, and whether two one-sided tests find both equal.
+    """
+    ours = best_rows(rows, "muon")
+    theirs = [row for row in rows if row["optimizer"] == "torch_muon" and all(row[k] == ours[0][k] for k in RATES)
+              ] if ours else []
+    gaps = gaps_of(ours, theirs)
+    if len(gaps) not in STUDENT_T:
+        few = (f"{len(gaps)} seed{'s' * (len(gaps) != 1)} with both at these rates; "
+               f"{min(STUDENT_T)} to {max(STUDENT_T)} are needed")
+        return ["", f"muon less torch_muon: {few}."] if ours else []
+    error, mean = statistics.stdev(gaps) / math.sqrt(len(gaps)), statistics.mean(gaps)
+    level, one_sided, power = STUDENT_T[len(gaps)]
+    equal = abs(mean) + one_sided * error < MARGIN
+    return ["", f"muon less torch_muon, {len(gaps)} seeds: {mean:+.5f} +- {level * error:.5f} (95 %). "
+            f"A difference of {(level + power) * error:.5f} would be found with a probability of 80 %. "
+            f"Equal within {MARGIN} by two one-sided tests at 5 %: {'yes' if equal else 'no'}; their power, if both "
+            f"are equal, is {100 * power_of_tost(error, len(gaps)):.0f} %."]
+
+
+def power_of_tost(error: float, count: int, margin: float = MARGIN) -> float:
+    """The probability that two one-sided t-tests at 5 % find means equal that are equal. `error`: the true standard
+    error of the mean of `count` differences.
+    """
+    if error == 0:
+        return 1.0
+    free, normal, step = count - 1, statistics.NormalDist(), 1e-3
+    constant = 2 ** (1 - free / 2) / math.gamma(free / 2)
+    total = 0.0
+    for number in range(1, 10_000):  # over the estimated error, which is error chi / sqrt(free), by its density
+        chi = number * step
+        room = margin / error - STUDENT_T[count][1] * chi / math.sqrt(free)
+        if room <= 0:
+            break
+        total += step * constant * chi ** (free - 1) * math.exp(-chi * chi / 2) * (2 * normal.cdf(room) - 1)
+    return total

@@ -1,0 +1,1 @@
+"""Which rows of matrices are read for metrics."""
