@@ -39,8 +39,8 @@ AT_OWNERS = {"dense.adamuon": (33, 7), "dense.hyperball": (7, 10), "dense.normuo
 # Most of them bf16
 HALVES = {"dense.square": (32, 8), "dense.odd": (16, 24), "experts.w2": (8, 6, 10), "rest.embed": (48, 6),
           "rest.norm": (7,)}
-SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE, "halves": HALVES, "rules": BY_ROWS, "column rules": BY_COLUMNS,  # by `even`
-          "rules at owners": AT_OWNERS}
+SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE, "halves": HALVES, "rules": BY_ROWS,  # by `even`
+          "column rules": BY_COLUMNS, "rules at owners": AT_OWNERS}
 BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm",  # the others are fp32
         "dense.hyperball", "dense.scion", "rest.lion", "experts.normuon_aspect")
 STEPS = 3

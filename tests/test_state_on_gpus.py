@@ -156,3 +156,29 @@ def test_halves_have_the_bits_of_fp32_weights_on_a_gpu(optimizer, capturable):
     for i, w in enumerate(start):
         assert not torch.equal(results[1][f"w{i}"].cpu(), w)
         assert torch.equal(halves.weights_module().split(results[1][f"w{i}"])[0], params[i])
+
+
+@pytest.mark.gpu
+def test_fp32_momentum_on_the_host_becomes_8_bit_one_tensor_at_a_time(optimizer):
+    """And the GPU never holds both: the way for checkpoints of torch.distributed.checkpoint (docs/checkpoint.md)."""
+    named = [(f"w{i}", nn.Parameter(torch.zeros(1024, 1024, device="cuda"))) for i in range(32)]
+    of_fp32 = sum(4 * p.numel() for _, p in named)
+    saved_with = optimizer.Muon(named, offload_state=True)
+    for _, p in named:
+        p.grad = torch.randn_like(p)
+    saved_with.step()
+    saved = saved_with.state_dict()
+    saved_with.release()
+    opt = optimizer.Muon(named, state_dtype=torch.int8)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    opt.load_state_dict(saved)
+    assert torch.cuda.max_memory_allocated() - before < 0.6 * of_fp32
+    resident = optimizer.Muon(named, state_dtype=torch.int8)
+    saved["state"] = {i: {key: t.cuda() for key, t in of.items()} for i, of in saved["state"].items()}
+    resident.load_state_dict(saved)
+    for _, p in named:
+        assert opt.state[p]["momentum_buffer"].is_cuda and opt.state[p]["momentum_buffer"].any()
+        assert opt.state[p].keys() == resident.state[p].keys() == {"momentum_buffer", "momentum_scale"}
+        assert all(torch.equal(t, resident.state[p][key]) for key, t in opt.state[p].items())
