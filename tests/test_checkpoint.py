@@ -45,7 +45,8 @@ BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm",  # the others ar
         "dense.hyperball", "dense.scion", "rest.lion", "experts.normuon_aspect")
 STEPS = 3
 IN = {"8 bits": {"state_dtype": torch.int8}, "halves": {"master_weights": "split16"},  # after a name
-      "host memory": {"offload_state": True}}
+      "host memory": {"offload_state": True},
+      "8 bits in host memory": {"state_dtype": torch.int8, "offload_state": True}}
 
 
 def placements_of(layout, world):
