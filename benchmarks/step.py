@@ -2,6 +2,7 @@
 
     make build && python benchmarks/step.py --ranks 8 --models gpt2_124m llama3_8b --out step.csv
     ... --runs eager graph --optimizers muon normuon --modes fsdp hsdp hsdp4 tp_fsdp ddp
+    ... --optimizers muon dion_muon --runs eager replay --path dion=DIR    beside Dion's Muon, in turns
     ... --models moe_experts --modes ep single       nothing travels; the same experts on one GPU
     ... --modes reduce allreduce                     gradients reduced by the step, and by an all-reduce before it
     ... --modes ddp ddp_sharded                      state on every rank, and at its owner alone (shard_state=True)
@@ -20,6 +21,11 @@ is queued behind 40 ms of products and a small all-reduce, as in a training run:
 together. `peak_mib` is the most memory that torch had allocated in these steps, with weights and gradients; `state_mib`
 the part of the optimizer's state on the GPU. Without a GPU, ranks are CPU processes with gloo, times are the host's and
 `behind_ms` stays empty: good to try the script.
+
+Dion. `dion_muon` and `dion_normuon` are Muon and NorMuon of microsoft/dion, installed or in a checkout named by --path,
+on the same parameters and gradients, with the same arguments and with Dion's Triton kernels; with `_gram` it takes
+gram-newton-schulz in their place. What is not installed is left out, and a line says so. With TORCHDYNAMO_DISABLE=1
+nothing of Dion is compiled, which Dion recommends for CUDA graphs; rows are of "dion uncompiled" then.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import argparse
 import contextlib
 import gc
 import gzip
+import importlib
 import importlib.metadata
 import math
 import os
@@ -83,6 +90,9 @@ OPTIMIZERS = dict.fromkeys(("muon", "normuon", "adamw") + IN_8_BITS + IN_BF16 + 
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
 REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 OTHER_WORK = 25, 8192  # so many bf16 products of square matrices of this size take 40 ms on an H100
+DION = {f"dion_{module}{end}": (module, name, bool(end)) for module, name in (("muon", "Muon"), ("normuon", "NorMuon"))
+        for end in ("", "_gram")}  # -> (module, class, whether its products are gram-newton-schulz's)
+DION_MODES = ("fsdp", "ep", "ddp", "single")  # it takes meshes of one dimension and reduced gradients
 
 
 def main() -> None:
@@ -90,6 +100,7 @@ def main() -> None:
     for ranks in options.ranks:
         if left := [mode for mode in options.modes if not fits(mode, ranks)]:
             print(f"left out, since they need multiples of other numbers than {ranks} ranks: {', '.join(left)}")
+        options.optimizers = [name for name in options.optimizers if name not in DION or has_dion(name, options.path)]
         on_ranks(worker, options, ranks)
 
 
@@ -123,10 +134,11 @@ def arguments():
     parser.add_argument("--models", nargs="+", default=["gpt2_124m"], choices=MODELS, help="which models' matrices")
     parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=MESHES, help="how the parameters are laid out")
     parser.add_argument("--optimizers", nargs="+", default=["muon"],
-                        choices=list(OPTIMIZERS))
+                        choices=[*OPTIMIZERS, *DION])
     parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph", "replay"],
                         help="graph: step() with capturable=True; replay: of a CUDA graph of one's own that holds a "
                         "step, which is how peers are timed under a graph")
+    parser.add_argument("--path", type=Path, default=None, metavar="dion=DIR", help="a checkout of microsoft/dion")
     parser.add_argument("--layers", type=int, nargs="+", default=[None], help="in place of the model's own number")
     parser.add_argument("--adamw", action="store_true",
                         help="also the models' embeddings, norms and biases, by AdamW; the rows' model ends in _adamw")
@@ -142,6 +154,15 @@ def arguments():
     add_output(parser, COLUMNS, "step.csv")
     options = parser.parse_args()
     one_gpu_each(parser, max(options.ranks))
+    if options.path:
+        name, _, folder = str(options.path).partition("=")
+        if name != "dion" or not folder:
+            parser.error(f"--path {options.path}: only dion=DIR is known here")
+        options.path = Path(folder).resolve()
+    if of_dion := sorted(DION.keys() & {*options.optimizers}):
+        if options.adamw or (unknown := sorted({*options.modes} - {*DION_MODES})):
+            what = "--adamw" if options.adamw else f"--modes {', '.join(unknown)}"
+            parser.error(f"{what}: not with {', '.join(of_dion)}; modes of Dion are {', '.join(DION_MODES)}")
     if "replay" in options.runs and not torch.cuda.is_available():
         parser.error("--runs replay needs a GPU: it replays a CUDA graph")
     if options.adamw and (unknown := sorted(set(options.models) - set(ADAMW))):
@@ -156,12 +177,26 @@ def arguments():
 def worker(rank: int, ranks: int, port: int, options) -> None:
     device = join(rank, ranks, port)
     for case in cases(options, ranks):
-        row = Measurement(rank, ranks, device, options, **case).row()
+        row = measured(rank, ranks, device, options, case)
         gc.collect()  # graphs and hooks make cycles, which hold a model each
-        if rank == 0:
+        if rank == 0 and row:
             print({k: row[k] for k in (*COLUMNS[2:15], *COLUMNS[17:])}, flush=True)
             append(options.out, COLUMNS, [row])
     leave()
+
+
+def measured(rank, ranks, device, options, case) -> dict | None:
+    """The case's row; None for a case of Dion that fails, which it does on all ranks alike: the others go on."""
+    try:
+        return Measurement(rank, ranks, device, options, **case).row()
+    except Exception as error:
+        if case["optimizer"] not in DION:
+            raise
+        if rank == 0:
+            text = " ".join(str(error).split())[:300]
+            print(f"left out, {case['optimizer']}, {case['model']}, {case['run']}: {type(error).__name__}: {text}",
+                  flush=True)
+        return None
 
 
 def one_gpu_each(parser, ranks) -> None:
@@ -181,8 +216,8 @@ def cases(options, ranks):
             for mode in [mode for mode in options.modes if fits(mode, ranks)]:
                 for optimizer in options.optimizers:
                     for run in options.runs:
-                        if (optimizer, run) == ("adamw", "graph"):
-                            continue  # torch's AdamW has no graph of its own: --runs replay
+                        if run == "graph" and (optimizer == "adamw" or optimizer in DION):
+                            continue  # these have no graph of their own: --runs replay
                         yield {"model": model, "layers": layers, "mode": mode, "optimizer": optimizer, "run": run}
 
 
@@ -208,6 +243,8 @@ class Measurement:
     def make(self):
         if self.optimizer == "adamw":
             return torch.optim.AdamW(self.params, lr=1e-3, fused=True, capturable=self.run != "eager")
+        if self.optimizer in DION:
+            return dion_of(self.optimizer, self.options.path, self.params, self.mode)
         from kernels import get_kernel
 
         package = get_kernel("org/optimizer", version=1)
@@ -251,7 +288,7 @@ class Measurement:
     def row(self) -> dict:
         """The CSV's row."""
         synchronize(self.device)
-        planned = self.opt.memory_report() if self.options.memory and self.optimizer != "adamw" else None
+        planned = self.opt.memory_report() if self.options.memory and hasattr(self.opt, "memory_report") else None
         before = allocated(self.device)
         start = time.perf_counter()
         self.step()
@@ -277,7 +314,7 @@ class Measurement:
         return {
             "commit": self.options.commit, "gpu": device_name(self.device), "ranks": self.ranks,
             "mode": self.mode, "model": self.model + "_adamw" * bool(self.others),
-            "implementation": "torch" if self.optimizer == "adamw" else "ours",
+            "implementation": implementation(self.optimizer),
             "optimizer": self.optimizer, "run": self.run,
             "median_ms": round(statistics.median(times), 4), "p20_ms": round(quantiles[0], 4),
             "p80_ms": round(quantiles[3], 4), "host_ms": round(statistics.median(hosts), 4),
@@ -320,7 +357,7 @@ class Measurement:
             self.options.trace.mkdir(parents=True, exist_ok=True)
             name = f"{self.model}_{self.mode}_{self.optimizer}_{self.run}_{self.ranks}ranks_rank{self.rank}.json.gz"
             trace(self.step, self.device, self.options.trace / name)
-        if self.options.report and self.optimizer != "adamw":
+        if self.options.report and hasattr(self.opt, "plan_report"):
             self.opt.timing = True
             self.step()
             self.opt.timing = False
@@ -340,6 +377,43 @@ def beside(planned, measured, most: int) -> str:
     lines += [f"{'sum':12} {'device':12} {sizes[0]:14.2f} {sizes[1]:10.2f}",
               f"torch had allocated at most {most / 2**20:.2f}"]
     return "\n".join(lines)
+
+
+def implementation(optimizer: str) -> str:
+    """Whose optimizer it is: ours, torch's or Dion's."""
+    if optimizer in DION:
+        return "dion uncompiled" if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else "dion"
+    return "torch" if optimizer == "adamw" else "ours"
+
+
+def has_dion(name: str, folder: Path | None) -> bool:
+    """Whether Dion's optimizer of this name can be imported from its checkout or as installed; else a line says why."""
+    from trajectories import Missing
+
+    try:
+        dion_class(name, folder)
+        if DION[name][2]:
+            importlib.import_module("gram_newton_schulz")
+    except (Missing, ImportError) as error:
+        print(f"left out, {name}: {error}", flush=True)
+        return False
+    return True
+
+
+def dion_class(name: str, folder: Path | None) -> type:
+    """The class of Dion's optimizer. Raises Missing or ImportError."""
+    from trajectories import Place, alone
+
+    module, class_name, _ = DION[name]
+    return getattr(alone(Place("dion", folder).root("dion") / "dion", module), class_name)
+
+
+def dion_of(name: str, folder: Path | None, params: list, mode: str) -> torch.optim.Optimizer:
+    """Dion's optimizer with our defaults. Its mesh is that of the parameters, the group of all ranks with ddp."""
+    mesh = getattr(params[0], "device_mesh", dist.group.WORLD if mode == "ddp" else None)
+    return dion_class(name, folder)(
+        params, mesh, lr=1e-3, mu=0.95, weight_decay=0.1, nesterov=True, adjust_lr="rms_norm",
+        use_gram_newton_schulz=DION[name][2], use_triton=params[0].is_cuda)
 
 
 def trace(step, device, path) -> None:
@@ -376,7 +450,7 @@ def export(profiler, path) -> None:
 
 def create_state(opt, params, mode):
     """Momentum that is there before memory is measured, as in a run that goes on (targets count what the step adds)."""
-    if mode in ("reduce", "ddp_sharded") or isinstance(opt, torch.optim.AdamW):
+    if mode in ("reduce", "ddp_sharded") or not hasattr(opt, "init_state"):  # not ours
         return None
     for p in params:
         opt.state[p]["momentum_buffer"] = torch.zeros_like(p.detach(), dtype=torch.float32)

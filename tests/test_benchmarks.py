@@ -635,6 +635,47 @@ def check_timeline(folder):
         assert int(busy[rank, "wire"]["launches"]) in range(2, 6)
 
 
+DION_MUON = """
+import torch
+class Muon(torch.optim.SGD):
+    def __init__(self, params, distributed_mesh, lr, mu, use_triton, **options):
+        assert (distributed_mesh is None, lr, mu, use_triton) == (True, 1e-3, 0.95, False)
+        assert options == {"weight_decay": 0.1, "nesterov": True, "adjust_lr": "rms_norm",
+                           "use_gram_newton_schulz": False}
+        super().__init__(params, lr=lr, momentum=mu)
+"""
+DION_NORMUON = "class NorMuon:\n    def __init__(self, *_, **__):\n        raise ValueError('no such option')\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
+def test_step_takes_turns_with_dion(optimizer, tmp_path, monkeypatch, capsys):
+    """A stand-in for Dion: rows in turns; what is missing or fails is said, and the other cases are measured."""
+    (tmp_path / "dion").mkdir()
+    (tmp_path / "dion" / "muon.py").write_text(DION_MUON)
+    (tmp_path / "dion" / "normuon.py").write_text(DION_NORMUON)
+    text = run("step.py", "--models", "tiny", "--ranks", 1, "--layers", 1, "--steps", 1, "--warmup", 0, "--turns", 2,
+               "--modes", "single", "--runs", "eager", "graph", "--path", f"dion={tmp_path}",
+               "--optimizers", "dion_muon", "dion_normuon", "dion_muon_gram", "adamw", "--out", tmp_path / "step.csv")
+    with open(tmp_path / "step.csv", newline="") as file:
+        rows = [(row["implementation"], row["optimizer"], row["run"]) for row in csv.DictReader(file)]
+    whose = "dion uncompiled" if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else "dion"
+    assert rows == 2 * [(whose, "dion_muon", "eager"), ("torch", "adamw", "eager")]
+    assert text.count("left out, dion_normuon, tiny, eager: ValueError: no such option") == 2
+    if importlib.util.find_spec("gram_newton_schulz") is None:
+        assert "left out, dion_muon_gram: No module named 'gram_newton_schulz'" in text
+    step = load("step", monkeypatch)
+    (tmp_path / "empty").mkdir()
+    assert not step.has_dion("dion_muon", tmp_path / "empty")
+    assert "left out, dion_muon: there is no dion/muon.py" in capsys.readouterr().out
+    for arguments, message in ((["--modes", "hsdp"], "--modes hsdp: not with dion_muon; modes of Dion are fsdp, ep"),
+                               (["--adamw"], "--adamw: not with dion_muon"),
+                               (["--path", "timm=."], "--path timm=.: only dion=DIR is known here")):
+        monkeypatch.setattr("sys.argv", ["step.py", "--ranks", "1", "--optimizers", "dion_muon", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            step.arguments()
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
 def test_splits_and_groups_take_turns_with_a_step_without(optimizer, tmp_path):
     run("units.py", "--ranks", "1", "2", "--models", "tiny", "--steps", "2", "--warmup", "1", "--optimizers", "normuon",
