@@ -1,4 +1,4 @@
-"""What formats of stored momentum lose: the table of docs/math.md, "Momentum in 8 bits". On a CPU, about 3 minutes.
+"""What formats of stored momentum lose: the table of docs/math.md, "Momentum in 8 bits". On a CPU, about 4 minutes.
 
     make build && python benchmarks/momentum_formats.py
     ... --problems sparse --formats square:64 e4m3:64 --steps 100
