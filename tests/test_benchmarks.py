@@ -561,6 +561,20 @@ def test_kernels_benchmark_runs_and_verifies_every_workload(tmp_path):
     assert len(found) == 5 and all(workload["verified"] is True for workload in found), found
 
 
+def test_formats_of_momentum_are_measured(part, monkeypatch):
+    """The square map is that of the package; of 8-bit formats it loses least, and bf16 less."""
+    formats, blocks = load("momentum_formats", monkeypatch), part("kernels.quantized.blocks")
+    M = torch.randn(6, 130, generator=torch.Generator().manual_seed(0)) ** 3
+    ours = blocks.dequantize(*blocks.quantize(M))
+    torch.testing.assert_close(formats.Stored("square:64").rounded(M), ours, rtol=1e-5, atol=0)
+    assert [len(formats.levels_of(name)) for name in ("square", "linear", "e4m3", "dynamic")] == [255, 255, 253, 256]
+    found = formats.errors("sparse", ["bf16", "square:64", "linear:64", "linear, stochastic:64", "e4m3:64"], 12)
+    losses = [of_momentum for _, of_momentum in found.values()]
+    assert losses[:3] == sorted(losses[:3]) and losses[2] < losses[3] and losses[1] < losses[4]
+    monkeypatch.setattr(formats, "read_corpus", lambda: (torch.arange(256).to(torch.uint8), None))
+    assert [len(next(formats.PROBLEMS[name](1))) for name in ("training", "low rank, t 3")] == [14, 2]
+
+
 @pytest.mark.gpu
 def test_launches_are_counted(monkeypatch):
     race = load("race", monkeypatch)

@@ -36,13 +36,17 @@ BY_COLUMNS = {"dense.normuon_columns": (9, 7), "dense.normuon_aspect": (7, 12), 
               "experts.normuon_aspect": (8, 10, 6), "rest.sgd": (9, 5), "rest.adamw": (4, 6)}
 AT_OWNERS = {"dense.adamuon": (33, 7), "dense.hyperball": (7, 10), "dense.normuon_columns": (10, 12),
              "experts.adamuon": (8, 6, 10), "experts.normuon": (8, 10, 6), "rest.adamw": (50, 6)}
-SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE, "rules": BY_ROWS, "column rules": BY_COLUMNS,  # by `even`
-          "rules at owners": AT_OWNERS}
+# Most of them bf16
+HALVES = {"dense.square": (32, 8), "dense.odd": (16, 24), "experts.w2": (8, 6, 10), "rest.embed": (48, 6),
+          "rest.norm": (7,)}
+SHAPES = {False: UNEVEN, True: EVEN, "wide": WIDE, "halves": HALVES, "rules": BY_ROWS,  # by `even`
+          "column rules": BY_COLUMNS, "rules at owners": AT_OWNERS}
 BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm",  # the others are fp32
         "dense.hyperball", "dense.scion", "rest.lion", "experts.normuon_aspect")
 STEPS = 3
 IN = {"8 bits": {"state_dtype": torch.int8}, "halves": {"master_weights": "split16"},  # after a name
-      "host memory": {"offload_state": True}}
+      "host memory": {"offload_state": True},
+      "8 bits in host memory": {"state_dtype": torch.int8, "offload_state": True}}
 
 
 def placements_of(layout, world):
@@ -91,6 +95,7 @@ def dtype_of(name):
 
 def build(model, name, layout="one process", **more):
     plain = {"ddp": {"process_group": dist.group.WORLD},
+             "shard_state": {"process_group": dist.group.WORLD, "shard_state": True},
              "unreduced": {"process_group": dist.group.WORLD, "grads_are_reduced": False}}.get(layout, {})
     plain |= {"state_at_owners": True} if layout.endswith(" at owners") else {}
     if name == "each rule":
@@ -161,8 +166,8 @@ def is_part(tensor, full):
 
 
 def whole_run(rank, world, name, even, device, count):
-    """The content of a run on one process after the steps of each stage; with its state on the device."""
-    shapes, contents, name = SHAPES[even], [], name.removesuffix(" in host memory")
+    """The content of a run on one process after the steps of each stage."""
+    shapes, contents = SHAPES[even], []
     model, keep = model_of(shapes, "one process", 1, device)
     fill(model, keep, initial(shapes))
     optimizer = build(model, name)
@@ -259,7 +264,8 @@ def stages(rank, world, name, even, kinds, numbered, folder, device, capturable)
 def run_chain(chain, name, kinds, folder, device="cpu", even=False, capturable=False):
     """Layouts of as many ranks that follow each other share a process group. `kinds`: of the files, in turn."""
     stages_of = {"count": len(chain)} if name == "each rule" else {}  # other chains share one run
-    numbered, contents = list(enumerate(chain)), uninterrupted(name, even, device, **stages_of)
+    on_device = name.removesuffix(" in host memory")
+    numbered, contents = list(enumerate(chain)), uninterrupted(on_device, even, device, **stages_of)
     while numbered:
         world = numbered[0][1][1]
         count = next((i for i, (_, (_, ranks)) in enumerate(numbered) if ranks != world), len(numbered))
@@ -315,6 +321,20 @@ def test_each_rule_has_its_parameter():
 
 def test_and_with_split_weights(tmp_path):
     run_chain([("tp x fsdp", 4), ("unreduced", 4), ("fsdp columns", 4)], "NorMuon in halves", ["flat"], tmp_path)
+
+
+SMALL_STATE = {  # name -> (layouts, shapes)
+    "NorMuon in 8 bits": ([("ep x fsdp", 4), ("hsdp", 4), ("shard_state", 4)], "wide"),
+    "Muon in host memory": ([("hsdp", 4), ("shard_state", 4), ("tp x fsdp, strided", 4)], True),
+    "NorMuon in halves": ([("ep", 4), ("tp x fsdp, strided", 4), ("hsdp x tp", 8)], "halves"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_STATE)
+def test_and_with_small_state_on_further_layouts(name, tmp_path):
+    """State on the host is compared with a run whose state is on the device."""
+    chain, shapes = SMALL_STATE[name]
+    run_chain(chain, name, ["flat", "nested"], tmp_path, even=shapes)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "consolidated safetensors"])

@@ -231,11 +231,11 @@ class Model(nn.Module):
         return self.head(x) * self.scale["last"]
 
 
-def steps(model, opt, count=STEPS, seed=0, between=lambda: None):
+def steps(model, opt, count=STEPS, seed=0, between=lambda: None, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         for _ in range(2):  # two micro-batches
-            model(torch.randn((3, 8), generator=generator)).square().mean().backward()
+            model(torch.randn((3, 8), generator=generator).to(dtype)).square().mean().backward()
         opt.step()
         opt.zero_grad()
         between()
@@ -275,6 +275,20 @@ def test_every_weight_of_a_plain_model_is_waited_for(looking):
                                lr=0.02))
     assert same(model.parameters(), twin.parameters())
     assert isinstance(opt._forward_overlap, late.ForwardOverlap) and len(opt._forward_overlap.events) > 4
+
+
+def test_split_weights_are_waited_for_with_their_rests(looking):
+    """master_weights="split16": the bits of steps without the option, and of its state."""
+    results = []
+    for overlap_forward in (True, False):
+        model = Model().to(torch.bfloat16)
+        Seen.machine = looking if overlap_forward else None
+        opt = muon(model, told=overlap_forward, overlap_forward=overlap_forward, master_weights="split16")
+        steps(model, opt, dtype=torch.bfloat16)
+        opt.wait()
+        results.append([t for p in model.parameters() for t in (p.detach(), *opt.state[p].values())])
+    assert looking.wrong == [] and looking.writes and same(*results)
+    assert any(t.dtype == torch.int16 and t.any() for t in results[0])
 
 
 @pytest.mark.parametrize("told", [True, False])

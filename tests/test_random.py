@@ -29,6 +29,10 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 MESHES = {1: [(1,)], 2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)], 5: [(5,)], 6: [(6,), (2, 3), (3, 2)], 7: [(7,)],
           8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
 STEPS, LR = 2, 0.1
+# fp32 weights as bf16 ones with a rest, momentum and averages in host memory, weights rounded at random
+SMALL_STATE = {"halves": {"master_weights": "split16"}, "host memory": {"offload_state": True},
+               "at random": {"rounding": "stochastic", "rounding_seed": 1}}
+OF_BF16 = ("halves", "at random")
 
 
 # problems --------------------------------------------------------------------------------------------------------
@@ -84,11 +88,13 @@ def problems(draw, portion):
     mesh = draw(st.sampled_from(MESHES[world]))
     coefficients, ns_steps = draw(st.sampled_from([("polar_express", 5), ("polar_express", 3), ("jordan", 5),
                                                    ("cubic", 5), ("aol", 5), ((1.5, -0.5, 0.0), 4)]))
+    small_state = draw(st.sampled_from([None] * 5 + list(SMALL_STATE)))
+    dtype = BF16 if small_state in OF_BF16 else draw(st.sampled_from([F32, F32, BF16, F16]))
     return {
         "mode": mode, "world": world, "mesh": mesh, "shapes": sizes, "name": NAMES[portion // 2],
         "placements": [draw(placement(s, mesh)) for s in sizes] if mode == "dtensor" else None,
         "muon": [draw(MUON) > 0 for _ in sizes], "gradients": [[draw(KIND) for _ in sizes] for _ in range(STEPS)],
-        "dtype": draw(st.sampled_from([F32, F32, BF16, F16])), "state_dtype": draw(st.sampled_from([F32, F32, BF16])),
+        "dtype": dtype, "small_state": small_state, "state_dtype": draw(st.sampled_from([F32, F32, BF16])),
         "wire_dtype": draw(st.sampled_from([F32, BF16])), "small": draw(st.booleans()),
         "nonfinite": draw(st.sampled_from(["propagate", "skip"])), "momentum": draw(st.sampled_from([0.0, 0.5, 0.95])),
         "nesterov": portion % 2 == 0, "weight_decay": draw(st.sampled_from([0.0, 0.1])),
@@ -117,6 +123,7 @@ def built(problem, params, **options):
     keys = ("state_dtype", "wire_dtype", "nonfinite", "momentum", "nesterov", "weight_decay", "adjust_lr_fn",
             "ns_coefficients", "ns_steps")
     groups = [group for group in ({"params": muon}, {"params": rest, "use_muon": False}) if group["params"]]
+    options |= SMALL_STATE.get(problem["small_state"], {})
     return getattr(package(), problem["name"])(groups, lr=LR, **{k: problem[k] for k in keys}, **options)
 
 
@@ -125,7 +132,8 @@ def built(problem, params, **options):
 def alone(problem, fulls, grads):
     """The package in one process: weights, and the state of each."""
     params = [nn.Parameter(f.clone()) for f in fulls]
-    optimizer = built(problem, params)
+    on_device = {**problem, "small_state": None} if problem["small_state"] == "host memory" else problem
+    optimizer = built(on_device, params)
     for step in grads:
         for p, g in zip(params, step):
             p.grad = g
@@ -288,15 +296,17 @@ def extreme(portion):
         "mode": "dtensor", "world": world, "mesh": mesh, "shapes": sizes, "name": NAMES[portion // 2],
         "placements": [[i % len(s), None][:len(mesh)] for i, s in enumerate(sizes)],
         "muon": [i > 0 or len(sizes) == 1 for i in range(len(sizes))], "gradients": [["usual"] * len(sizes)] * STEPS,
-        "dtype": F32, "state_dtype": F32, "wire_dtype": [F32, BF16][portion % 2], "small": portion == 0,
+        "dtype": F32, "small_state": [None, "host memory"][portion % 2], "state_dtype": F32,
+        "wire_dtype": [F32, BF16][portion % 2], "small": portion == 0,
         "nonfinite": "skip", "momentum": 0.95, "nesterov": True, "weight_decay": 0.1, "adjust_lr_fn": None,
         "ns_coefficients": "polar_express", "ns_steps": 5, "seed": portion,
     }
 
 
 @pytest.mark.parametrize("portion", range(PORTIONS))
-def test_random_models(portion):
+def test_random_models(portion, monkeypatch):
     """In portions, which workers take side by side; none comes twice. In each, one as large as they may be."""
+    monkeypatch.setattr(part("execution.offload.offload"), "LEAST_SLOT", 4096)  # of offloaded state, in many parts
     tried = set()
 
     def once(problem):

@@ -108,10 +108,15 @@ def through_torch(rank, world, kind, device):
         f"{name} {key}" for state in states[:2 - (rank > 0)] for name, of in expected.items() for key, t in of.items()
         if not torch.equal(bits(state["state"][name][key]), bits(t))]
     stepped(whole, own, range(STEPS, STEPS + 3))
-    for case, state, options in (("loaded", states[0], WHOLE), ("broadcast", states[1], BROADCAST)):
+    of_torch = {"loaded": (states[0], WHOLE), "broadcast": (states[1], BROADCAST)}
+    for case in (*of_torch, "copied"):
         fresh, other = built(kind, device, True)
         dsd.set_model_state_dict(fresh, dict(weights), options=WHOLE)
-        dsd.set_optimizer_state_dict(fresh, other, state, options=options)
+        if case == "copied":
+            other.load_state_dict(opt.state_dict())
+        else:
+            state, options = of_torch[case]
+            dsd.set_optimizer_state_dict(fresh, other, state, options=options)
         stepped(fresh, other, range(STEPS, STEPS + 3))
         found[case] = differences(fresh, other, whole, own)
     return found
@@ -132,7 +137,8 @@ def test_two_gpus_have_the_bits_of_one_and_torch_gathers_and_loads_them(kind):
 
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("name", ["NorMuon in host memory", "Muon in 8 bits", "NorMuon in halves"])
+@pytest.mark.parametrize("name", ["NorMuon in host memory", "Muon in 8 bits", "NorMuon in halves",
+                                  "Muon in 8 bits in host memory"])
 def test_a_run_goes_on_under_columns_and_back(name, tmp_path):
     """Through files of torch.distributed.checkpoint, with the bits of one GPU that never stops, without offload."""
     chain = [("fsdp", 2), ("fsdp columns", 2), ("fsdp", 2)]
@@ -156,3 +162,31 @@ def test_halves_have_the_bits_of_fp32_weights_on_a_gpu(optimizer, capturable):
     for i, w in enumerate(start):
         assert not torch.equal(results[1][f"w{i}"].cpu(), w)
         assert torch.equal(halves.weights_module().split(results[1][f"w{i}"])[0], params[i])
+
+
+@pytest.mark.gpu
+def test_momentum_on_the_host_is_converted_one_tensor_at_a_time(optimizer):
+    """fp32 to 8 bits and back, and the GPU never holds both: the way for checkpoints of torch.distributed.checkpoint
+    (docs/checkpoint.md).
+    """
+    named = [(f"w{i}", nn.Parameter(torch.zeros(1024, 1024, device="cuda"))) for i in range(32)]
+    of_fp32 = sum(4 * p.numel() for _, p in named)
+    for _, p in named:
+        p.grad = torch.randn_like(p)
+    for saved_in, state_dtype, most in ((FP32, torch.int8, 0.6), (torch.int8, FP32, 1.3)):
+        saved_with = optimizer.Muon(named, offload_state=True, state_dtype=saved_in)
+        saved_with.step()
+        saved = saved_with.state_dict()
+        saved_with.release()
+        opt, resident = (optimizer.Muon(named, state_dtype=state_dtype) for _ in range(2))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        opt.load_state_dict(saved)
+        assert torch.cuda.max_memory_allocated() - before < most * of_fp32
+        saved["state"] = {i: {key: t.cuda() for key, t in of.items()} for i, of in saved["state"].items()}
+        resident.load_state_dict(saved)
+        for _, p in named:
+            assert opt.state[p]["momentum_buffer"].is_cuda and opt.state[p]["momentum_buffer"].any()
+            assert opt.state[p].keys() == resident.state[p].keys()
+            assert all(torch.equal(t, resident.state[p][key]) for key, t in opt.state[p].items())

@@ -23,7 +23,7 @@ from ...kernels.quantized.blocks import (
     of_matrices,
     quantize,
 )
-from ...params.dtensor import as_dtensor, is_dtensor, local_of
+from ...params.dtensor import as_dtensor, is_dtensor, local_of, with_local
 from ...params.units import Split
 from ...rules.muon import SUM_KEY, is_sum
 from ...rules.rule import SCALE_KEY, momentum_key
@@ -139,7 +139,8 @@ def _check_blocks(
         )
     if values.is_meta or isinstance(values, FakeTensor):
         return
-    if not are_together(values, of_blocks):
+    # Offloaded numbers are on the host, their scales are not
+    if not are_together(values, of_blocks.to(values.device)):
         raise ValueError(
             f"the numbers in {key} of parameter {name} are not those that belong to {SCALE_KEY}: "
             f"numbers or scales were loaded alone. {MIXED}"
@@ -149,7 +150,7 @@ def _check_blocks(
 def _widened(momentum: torch.Tensor, scales: torch.Tensor, split: Split) -> torch.Tensor:
     """Return 8-bit momentum in fp32."""
     values, of_blocks = (matrices_of(local_of(t), split.view) for t in (momentum, scales))
-    wide = dequantize(values, of_blocks.float())
+    wide = dequantize(values, of_blocks.to(values.device, torch.float32))
     return _like(momentum, of_matrices(wide, local_of(momentum).shape, split.view))
 
 
@@ -176,6 +177,8 @@ def _like(momentum: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return `local` as a DTensor like `momentum`, or unchanged if that is a plain tensor."""
     if not is_dtensor(momentum):
         return local
+    if local.device.type != momentum.device_mesh.device_type:
+        return with_local(momentum, local)  # stays on the host
     return as_dtensor(local, momentum.shape, momentum.device_mesh, momentum.placements)
 
 
