@@ -236,8 +236,7 @@ def others(arch: str, shared: int):
             LENGTH=64, TILE=4096), num_warps=8)
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
-        own = dict(groups="*i64", GROUPED=skips, squares="*fp32" if skips else "*i64", COLLECTS=skips, PART=512,
-                   picks="*i32" if skips else "*i64", table="*i64")
+        own = dict(groups="*i64", GROUPED=skips, squares="*fp32" if skips else "*i64", COLLECTS=skips)
         fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
         for form in ({"SUMS": False, "CORRECTED": not skips}, {"SUMS": True, "CORRECTED": False}, {"FEEDBACK": True}):
             if arch == "sm90" or form.get("SUMS", not skips) == skips or not skips:
@@ -278,12 +277,6 @@ def others(arch: str, shared: int):
         kinds = {"TYPE_0": triton.language.int16, "TYPE_1": triton.language.int16} if splits else {}
         yield compile_for(arch, kernel, dict(table, saved="*fp32", squares="*fp32", SPLIT=splits, **kinds),
                           num_warps=8, enable_fp_fusion=False)
-    for of, inner, strides in (("*bf16", 64, ROW_MAJOR[1:]), ("*fp32", 16, COLUMN_MAJOR[1:]), ("*bf16", 64, None)):
-        for turned in (False, True) if strides is None else (False,):
-            if arch == "sm90" or strides is None:
-                yield compile_for(arch, part("kernels.metrics.orthogonality")._tile_kernel, dict(
-                    O=of, pairs="*i32", sums="*fp32", matrix="i32", n="i32", m="i32", lines="i32", strides=strides,
-                    TURNED=turned, EVEN=not turned, TILE=64, INNER=inner), num_warps=4)
     for kernel in (halves._join_kernel, halves._split_kernel):
         yield compile_for(arch, kernel, dict(wide="*fp32", weights="*i16", rests="*i16", count="i32", TILE=4096),
                           num_warps=8, enable_fp_fusion=False)

@@ -232,9 +232,9 @@ def test_a_rule_in_torch(optimizer):
     assert_close(opt.metrics().as_dict(), {f"muon/group0/{k}": v for k, v in zip(PER, values)})
 
 
-@pytest.mark.parametrize("shape", [(10, 24), (96, 80), (48, 96)])
-def test_orthogonality_error(shape, optimizer):
-    """Against fp64, with O from a step with lr 1 and no decay."""
+@pytest.mark.parametrize("shape, rtol", [((10, 24), 1e-4), ((64, 48), 0.1), ((48, 96), 0.1)])
+def test_orthogonality_error(shape, rtol, optimizer):
+    """Exact up to 16 rows, else estimated: against fp64, with O from a step with lr 1 and no decay."""
     p = nn.Parameter(torch.zeros(shape))
     opt = optimizer.Muon([p], lr=1.0, weight_decay=0.0, adjust_lr_fn=1.0, ns_steps=3, **EXACT)
     opt.collect_metrics = True
@@ -244,51 +244,24 @@ def test_orthogonality_error(shape, optimizer):
     O = O.mT if shape[0] > shape[1] else O
     error = (O @ O.mT - torch.eye(len(O))).norm() / math.sqrt(len(O))
     assert 0.02 < error < 2
-    assert math.isclose(opt.metrics().groups[0].orthogonality_error, error, rel_tol=1e-4)
+    assert math.isclose(opt.metrics().groups[0].orthogonality_error, error, rel_tol=rtol)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("dtype, rtol", [(torch.bfloat16, 1e-5), (torch.float16, 1e-5), (torch.float32, 1e-4)],
+@pytest.mark.parametrize("dtype, atol", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)],
                          ids=str)
-@pytest.mark.parametrize("n, m", [(16, 64), (64, 128), (72, 88)])
-def test_orthogonality_error_in_the_dtype_of_O(n, m, dtype, rtol, part, device, monkeypatch):
-    """Of nearly orthogonal matrices, in a stack and in pieces, wide and tall, in both paths."""
+def test_orthogonality_error_in_the_dtype_of_O(dtype, atol, part, device):
+    """Of nearly orthogonal matrices, up to 16 rows exact but for rounding: in a stack and in pieces, wide and tall."""
     sample = part("metrics.collector").OrthogonalitySample
     Rows = part("kernels.elementwise.row_scattered").ScatteredRows
-    O = torch.linalg.qr(torch.randn(m, n))[0].mT * torch.linspace(0.8, 1.2, n)[:, None]
+    O = torch.linalg.qr(torch.randn(64, 16))[0].mT * torch.linspace(0.8, 1.2, 16)[:, None]
     O = O.to(device, dtype)
     wide = O.double()
-    error = ((wide @ wide.mT - torch.eye(n, device=device)).norm() / math.sqrt(n)).item()
-    pieces, turned = ([some[:8].contiguous(), some[8:].contiguous()] for some in (O, O.mT))
-    # The interpreter multiplies the bits of bf16
-    for path in ("torch",) if INTERPRETED and dtype == torch.bfloat16 else ("torch", "triton"):
-        take(path, monkeypatch)
-        for stack in (torch.stack([O, O]), torch.stack([O.mT, O.mT]), Rows([[O], pieces]), Rows([[O], pieces]).mT,
-                      Rows([[O.mT.contiguous()], turned]), Rows([[O.mT.contiguous()], turned]).mT):
-            one = sample(stack, 1, 0)
-            one.measure()
-            assert math.isclose(one.error().item(), error, rel_tol=rtol) and error > 0.2
-
-
-@pytest.mark.interpreter
-def test_orthogonality_error_of_sampled_tiles(part, device, monkeypatch):
-    """All tiles on the diagonal and half of the others, in both paths: zero rows and one of another norm are seen
-    exactly, and the rest is near.
-    """
-    inside = part("kernels.metrics.orthogonality")
-    monkeypatch.setattr(inside, "TILES", 8)
-    torch.manual_seed(0)
-    O = torch.linalg.qr(torch.randn(400, 300))[0].mT.contiguous().to(device)
-    O[7:20], O[200] = 0.0, 3.0 * O[200]
-    mixed = O + 0.002 * torch.randn_like(O)
-    for path, (one, rtol) in itertools.product(("torch", "triton"), ((O, 1e-5), (mixed, 0.01))):
-        take(path, monkeypatch)
-        bound = inside.OrthogonalityError(one[None], 0)
-        assert bound.share == 2 and len(bound.sums) == 5 + 5
-        bound.measure()
-        wide = one.double()
-        error = ((wide @ wide.mT - torch.eye(300, device=device)).norm() / math.sqrt(300)).item()
-        assert math.isclose(bound.error().item(), error, rel_tol=rtol)
+    error = ((wide @ wide.mT - torch.eye(16, device=device)).norm() / 4).item()
+    pieces = [O[:8].contiguous(), O[8:].contiguous()]
+    for stack in (torch.stack([O, O]), torch.stack([O.mT, O.mT]), Rows([[O], pieces]), Rows([[O], pieces]).mT):
+        one = sample(stack, 1, 0)
+        one.measure()
+        assert math.isclose(one.error().item(), error, abs_tol=atol) and error > 0.2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -398,61 +371,22 @@ def test_sums_of_sampled_elements(dtype, part, device, monkeypatch):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("layout", ["fsdp columns", "tp x fsdp", "hsdp", "shard_state", "unreduced", "ep"])
+@pytest.mark.parametrize("layout", ["fsdp columns", "tp x fsdp", "hsdp", "shard_state", "unreduced"])
 def test_sums_of_samples_do_not_depend_on_the_layout(layout, part, monkeypatch):
-    """Matrices, and parameters of AdamW, Lion and SGD, are sampled here, of which some ranks read nothing."""
-    for name, value in (("READ_ELEMENTS", 8), ("SHARE", 2), ("GROUP_ELEMENTS", 40), ("GROUPS", 2)):
-        monkeypatch.setattr(part("metrics.regions"), name, value)
+    """Parameters of AdamW, Lion and SGD are sampled here, of which some ranks read nothing."""
+    monkeypatch.setattr(part("metrics.regions"), "READ_ELEMENTS", 8)
+    monkeypatch.setattr(part("metrics.regions"), "SHARE", 2)
     params = [[nn.Parameter(t) for t in some] for some in whole(0)]
     opt = build(params, **EXACT)
     before = take_steps(opt, params, torch.clone)
     expected = opt.metrics(per_parameter=True).as_dict()
     exact_values = expected_of(opt, params, before)
     sampled = [key for key, value in exact_values.items() if not math.isclose(expected[key], value, rel_tol=1e-3)]
-    assert {"muon/parameters/2.0/momentum_norm", *(f"muon/parameters/0.{i}/{key}" for i in (1, 3) for key in PER[:4])
-            } <= set(sampled)
-    own = {"muon/group0/orthogonality_error"} if layout == "ep" else set()  # of a matrix of each rank, too
+    assert "muon/parameters/2.0/momentum_norm" in sampled and not any("parameters/0" in key and "share" not in key
+                                                                      for key in sampled)
     for found, _, bits in run_threads(4, sharded, layout):
         assert bits
-        assert_close(found, {key: value for key, value in expected.items() if key not in own})
-
-
-def test_sampled_rows(part):
-    """Parts of a parameter have the rows that the whole has: one group of each stratum. Programs of a launch that have
-    none are known.
-    """
-    module, bind = part("kernels.sums.row_sample"), part("kernels.elementwise.multi_tensor").bind
-    whole = module.RowSample(0, 4, 8).indices(500)
-    cuts = [0, 3, 130, 131, 400, 500]
-    parts = [(module.RowSample(a, 4, 8), a, b - a) for a, b in zip(cuts, cuts[1:])]
-    assert torch.equal(torch.cat([a + one.indices(n) for one, a, n in parts]), whole)
-    assert [one.count(n) for one, _, n in parts] == [len(one.indices(n)) for one, _, n in parts]
-    assert (whole // 32).bincount().tolist() == [4] * 15 + [len(whole) - 60] and len(whole) < 65
-    shapes = [(n, 700) for _, _, n in parts]
-    lists = [[torch.zeros(n, 710)[:, :700] if i % 2 else torch.zeros(n, 700) for i, (n, _) in enumerate(shapes)]]
-    for launch in bind(lists):
-        table = module.table_of(launch.records, launch.origins, shapes, [one for one, _, _ in parts])
-        found = module.reads(table, launch.records, launch.blocks, 4096).tolist()
-        for (number, at), reads in zip(launch.blocks.tolist(), found):
-            one, _, n = parts[launch.origins[number]]
-            rows = torch.arange(at, min(at + 4096, n * 700)) // 700
-            assert reads == bool(torch.isin(rows, one.indices(n)).any())
-        assert True in found and (False in found or len(found) < 3)
-
-
-@pytest.mark.parametrize("shape, of_one, of_48", [((768, 768), 0.06, 0.02), ((3072, 768), 0.06, 0.02),
-                                                  ((768, 3072), 0.12, 0.03)])
-def test_sampled_rows_are_near_all_rows(shape, of_one, of_48, part):
-    """Norms of matrices whose rows have norms of a log-normal distribution, exp of a standard deviation of 0.5, and of
-    48 of them together (docs/metrics.md).
-    """
-    rows = part("metrics.regions").row_sample_of(shape, 0)
-    index = rows.indices(shape[0])
-    assert rows.share > 1 and rows.count(shape[0]) == len(index)
-    squares = torch.randn(48, shape[0], generator=torch.Generator().manual_seed(0), dtype=torch.float64).exp()
-    found, scale = squares[:, index], shape[0] / len(index)
-    errors = (found.sum(1) * scale / squares.sum(1)).sqrt() - 1
-    assert errors.square().mean().sqrt() < of_one and abs((found.sum() * scale / squares.sum()).sqrt() - 1) < of_48
+        assert_close(found, expected)
 
 
 def test_samples_are_near_all_elements(device, optimizer):
@@ -644,16 +578,14 @@ def rectangles(device):
 
 @pytest.mark.kernels_ci
 @pytest.mark.interpreter
-@pytest.mark.parametrize("early, skips, sampled", [(False, False, False), (True, True, False), (True, False, False),
-                                                   (False, True, True), (True, False, True)])
-def test_sums_of_the_kernels(early, skips, sampled, device, monkeypatch):
-    """Of every rectangle, or of a sample of its rows, in every form of access, in both paths; weights and momenta have
-    the bits of calls without sums. The sum of a momentum comes from the launch that writes it.
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_sums_of_the_kernels(early, skips, device, monkeypatch):
+    """Of every rectangle, in every form of access, in both paths; weights and momenta have the bits of calls without
+    sums. The sum of a momentum comes from the launch that writes it.
     """
     table, momentum = part("kernels.elementwise.multi_tensor"), part("kernels.elementwise.momentum")
-    update, Rows = part("kernels.elementwise.weight_update"), part("kernels.sums.row_sample").RowSample
-    samples = [Rows(0, 1, 2), Rows(3, 1, 2), Rows(0, 1, 1), Rows(5, 2, 4), Rows(0, 1, 1), Rows(80, 16, 4)]
-    samples = samples if sampled else [Rows(0, 1, 1)] * 6
+    update = part("kernels.elementwise.weight_update")
     torch.manual_seed(0)
     W0, M0, G, O = (rectangles(device) for _ in range(4))
     W0[3], M0[3] = W0[3][:, :90], M0[3][:, :90]  # rows with gaps
@@ -669,7 +601,7 @@ def test_sums_of_the_kernels(early, skips, sampled, device, monkeypatch):
                     for some in (W0, M0))
             sources = [table.Source(i, 0, tuple(g.stride())) for i, g in enumerate(G)]
             skip = table.Skip(flags, tuple(range(6))) if skips else None
-            first, second = (table.Squares(samples if sampled else ()) if collects else None for _ in "12")
+            first, second = (table.Squares() if collects else None for _ in "12")
             U = [torch.empty_like(g) for g in G]
             pack = momentum.Pack(M, U, sources, G, skip, squares=first)
             write = update.WeightUpdate(W, O, [1.0] * 6, skip, M, sources, G, squares=second)
@@ -680,13 +612,11 @@ def test_sums_of_the_kernels(early, skips, sampled, device, monkeypatch):
                 continue
             packed, written = first.totals(6), second.totals(6)
             for i, (w, old, m) in enumerate(zip(W, W0, M)):
-                read = samples[i].indices(len(w)).to(device)
-                wanted = [t[read].square().sum() for t in (w.double() - old.double(), w.double(), m.double())]
+                wanted = [(w.double() - old.double()).square().sum(), w.double().square().sum(),
+                          m.double().square().sum()]
                 found = written[i] + packed[i]
                 torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-5, atol=1e-9)
                 assert (written if early else packed)[i, 2] == 0.0
-            if path == "triton":  # of the last rectangle, two of four programs have rows of the sample
-                assert sum(list(second.origins[k]).count(5) for k in range(len(second.rows))) == (2 if sampled else 4)
         assert same(*results)
 
 

@@ -27,12 +27,12 @@ FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 700, 60, 120, 3
 
 # A module imports from its own folder and from folders above its own in this list; no two modules import each other.
 # The modules of LEAVES import each other only, so every module may import them.
-FOLDERS = ["kernels.backend", "kernels.launch", "kernels.weights", "kernels.sums", "kernels.elementwise",
-           "kernels.quantized", "kernels.metrics", "kernels.matmul", "kernels.onchip", "newton_schulz", "rules",
-           "rules.elements", "rules.named", "params.model", "params.checks", "params", "pipeline", "planning",
-           "communication", "communication.matrix_owners", "state", "qk_clip", "metrics", "execution",
-           "execution.offload", "execution.overlap", "report", "memory_report", "state_dict_methods", "metrics_methods",
-           "muon", "integrations", "__init__"]
+FOLDERS = ["kernels.backend", "kernels.launch", "kernels.weights", "kernels.elementwise", "kernels.quantized",
+           "kernels.metrics", "kernels.matmul", "kernels.onchip", "newton_schulz", "rules", "rules.elements",
+           "rules.named", "params.model", "params.checks", "params", "pipeline", "planning", "communication",
+           "communication.matrix_owners", "state", "qk_clip", "metrics", "execution", "execution.offload",
+           "execution.overlap", "report", "memory_report", "state_dict_methods", "metrics_methods", "muon",
+           "integrations", "__init__"]
 FILES_IN_A_FOLDER = 8
 LEAVES = {"_ops", "params.errors", "params.dtensor", "params.units"}  # _ops is generated: the operators' namespace
 

@@ -245,9 +245,7 @@ def rectangles(device, size) -> None:
 
 
 def samples(device, size) -> None:
-    """Sums of squares from samples of weights and momenta, whole weights and split ones; of rows as they are stepped;
-    the orthogonality error of a matrix in rows and in a row table.
-    """
+    """Sums of squares from samples of weights and momenta, whole weights and split ones."""
     sample, table, halves = (
         part(name) for name in ("kernels.metrics.sample", "kernels.elementwise.multi_tensor", "kernels.weights.split"))
     W, M = ([torch.randn(n, device=device) for n in (3000, 35)] for _ in "12")
@@ -255,21 +253,6 @@ def samples(device, size) -> None:
     for weights in (sample.Weights(W), sample.Weights(*map(list, zip(*map(halves.split, W))))):
         sums = sample.SampledSquares(table.Squares(), regions, weights, weights, M)
         sums(sums.save())
-    update, Rows, errors, scattered = (
-        part("kernels.elementwise.weight_update"), part("kernels.sums.row_sample").RowSample,
-        part("kernels.metrics.orthogonality"), part("kernels.elementwise.row_scattered"))
-    n, m = size["sides"]
-    numbers = torch.tensor([0.1, 0.99, 0, 0, 0.05, 0.95], device=device)
-    for width in (m, m - 3):
-        some = [torch.randn(n, m, device=device)[:, :width] for _ in range(4)]
-        (W, O, M, G), addresses = some, torch.tensor([some[3].data_ptr()], dtype=torch.int64, device=device)
-        for rows in (Rows(3, 2, 4), Rows(0, 1, 1)):
-            squares, sources = table.Squares([rows]), [table.Source(0, 0, (m, 1))]
-            written = update.WeightUpdate([W], [O], [0.5], None, [M], sources, [G], squares=squares)
-            written(numbers, [G], addresses, numbers[4:])
-    O = torch.randn(2, 72, 136, device=device).half()
-    for stack in (O, O.mT, scattered.ScatteredRows([[o[:40], o[40:]] for o in O])):
-        errors.OrthogonalityError(stack, 1).measure()
 
 
 CASES = {function.__name__: function

@@ -206,7 +206,7 @@ class BoundUpdate(BucketUpdate):
         selected, members = self.selected_pieces.bind(pieces)
         U = whole_or(pieces, to, selected, members)
         form = self.store.skip(pieces), self._groups(pieces), self._momentum_form
-        squares = self.store.sums(pieces, self.bucket.route, self.phases.samples_rows)
+        squares = self.store.sums(pieces, self.bucket.route)
         pack = self.phases.pack(M, U, *sources, *form, squares=squares)
         if not selected:
             return pack
@@ -268,8 +268,7 @@ class BoundUpdate(BucketUpdate):
         form = form_of(self.group)
         initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
         found = {"decay": form, "initial": initial, "momentum_form": self._momentum_form}
-        samples = self.phases.samples_rows
-        found["squares"] = self.store.sums(pieces, self.bucket.route, samples, writes_weights=True)
+        found["squares"] = self.store.sums(pieces, self.bucket.route, writes_weights=True)
         found["rounding"] = self.store.split_weights(pieces)
         if is_stochastic(self.group):
             found["rounding"] = StochasticRounding(self.store.positions(pieces), self.store.keys)

@@ -7,6 +7,7 @@ gradient with placements different from the parameter's.
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +23,6 @@ from ..kernels.quantized.blocks import BLOCK, block_count, is_quantized
 from ..kernels.quantized.momentum import QuantizedView
 from ..kernels.weights.split import SplitWeights
 from ..metrics.collector import Collector, OrthogonalitySample
-from ..metrics.regions import row_sample_of
 from ..params import errors
 from ..params.dtensor import (
     gradient_dtype,
@@ -281,23 +281,15 @@ class Store:
         return local_of(self.state[param][REST_KEY]) if splits else None
 
     def sums(
-        self,
-        pieces: Sequence[Piece],
-        route: str,
-        samples: tuple[bool, bool],
-        writes_weights: bool = False,
+        self, pieces: Sequence[Piece], route: str, writes_weights: bool = False
     ) -> Squares | None:
         """Memory for the sums of a launch over pieces, see `Collector.of_pieces`; None if nothing
-        is collected. `samples`: of `Phases.samples_rows`.
+        is collected.
         """
         if self.collector is None:
             return None
-        rows = []
-        for p in pieces:
-            shape = self.layouts["matrix"][p.matrix.param].shape
-            rows.append(row_sample_of(shape, self._number_of(p) * shape[-2] + p.start[0]))
-        shapes = list(map(self.stored_shape, pieces)) if writes_weights else None
-        return self.collector.of_pieces(pieces, route, rows, samples, shapes)
+        sizes = [math.prod(self.stored_shape(p)) for p in pieces] if writes_weights else None
+        return self.collector.of_pieces(pieces, route, sizes)
 
     def samples(
         self, matrices: Sequence[Sequence[Matrix]], outputs: Sequence[torch.Tensor | ScatteredRows]

@@ -17,29 +17,64 @@ import torch
 
 from ..kernels.elementwise.multi_tensor import Squares
 from ..kernels.elementwise.row_scattered import ScatteredRows
-from ..kernels.metrics.orthogonality import OrthogonalityError
+from ..kernels.launch.precompile import in_dry_run
 from ..kernels.metrics.sample import Region, SampledSquares, Weights
-from ..kernels.sums.row_sample import RowSample
 from ..params.dtensor import local_of
 from ..planning.plan import OWNER_STATE_ROUTES, Bucket, Matrix
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
 from .regions import regions_of, regions_of_rows
 
-COLUMNS = 8  # of a table: the fields of `values.Sums`
+COLUMNS = 7  # of a table: the fields of `values.Sums`
+PROBES = 16  # random vectors that estimate the orthogonality error; exact for short sides up to 16
 # Elements of the largest matrix that is sampled
 SAMPLED_ELEMENTS = 1 << 20
 # Old weights that are saved at a time, where another library's kernels step them
 SAVED_ELEMENTS = 1 << 22
 
 
-class OrthogonalitySample(OrthogonalityError):
-    """A matrix of a bucket whose O is measured at its owner."""
+class OrthogonalitySample:
+    """A matrix of a bucket whose O is measured at its owner: ||O O^T - I||_F / sqrt(n).
+
+    The Frobenius norm of E = O O^T - I is that of E Z, on average over matrices Z of random signs /
+    sqrt(k) with k columns (M. F. Hutchinson, 1990): k matrix-vector products in place of O O^T.
+    """
 
     def __init__(self, stack: torch.Tensor | ScatteredRows, index: int, param: int) -> None:
         """`stack`: O (N, R, C), of which matrix `index` is measured. `param`: its parameter."""
-        super().__init__(stack, index)
+        self.stack = stack
+        self.index = index
         self.param = param
+        n = min(stack.shape[1:])
+        probes = torch.eye(n, dtype=torch.float32, device="cpu")
+        if n > PROBES:
+            generator = torch.Generator("cpu").manual_seed(0)
+            signs = torch.randint(2, (n, PROBES), generator=generator, device="cpu") * 2 - 1
+            probes = signs.float() / math.sqrt(PROBES)
+        self.probes = probes.to(stack.device)
+        # In 16 bits the products have O's dtype, in which the probes are exact: a cast of O would
+        # be a further launch, and products in fp32 are slow. Rounding adds 0.002 in quadrature
+        dtype = stack.dtype if stack.dtype.itemsize == 2 else torch.float32
+        self.narrow_probes = self.probes.to(dtype)
+        # n times the square of the error: a step has the fewest launches
+        self.square = torch.zeros((), dtype=torch.float32, device=stack.device)
+
+    def measure(self) -> None:
+        """Write `square`, without a wait of the host."""
+        if in_dry_run():
+            return
+        is_scattered = isinstance(self.stack, ScatteredRows)
+        X = self.stack.matrix(self.index) if is_scattered else self.stack[self.index]
+        X = X.to(self.narrow_probes.dtype)
+        if X.shape[0] > X.shape[1]:
+            X = X.mT
+        # The difference is in fp32
+        rest = (X @ (X.mT @ self.narrow_probes) - self.probes).view(-1)
+        torch.dot(rest, rest, out=self.square)
+
+    def error(self) -> torch.Tensor:
+        """Return the error, fp64 on the device."""
+        return (self.square.double() / min(self.stack.shape[1:])).sqrt()
 
 
 class Collector:
@@ -54,23 +89,15 @@ class Collector:
         self.sums: list[tuple[Squares, list[int]]] = []
         self.found_samples: list[OrthogonalitySample] = []
         self.elements = [0] * len(plan.params)  # that this rank counts
-        # Part of `elements` that the sums of weights have, and those of momenta
-        self.read = [0] * len(plan.params)
-        self.read_momenta = [0] * len(plan.params)
+        self.read = [0] * len(plan.params)  # part of `elements` that the sums have
 
     def of_pieces(
-        self,
-        pieces: Sequence[Piece],
-        route: str,
-        samples: Sequence[RowSample],
-        are_sampled: tuple[bool, bool],
-        shapes: Sequence[tuple[int, int]] | None = None,
+        self, pieces: Sequence[Piece], route: str, sizes: Sequence[int] | None = None
     ) -> Squares | None:
         """Return memory for the sums of a launch over `pieces`; None if this rank counts none.
 
-        `route`: of the bucket. `samples`: rows of each piece that are read, if sums of weights, and
-        those of momenta, `are_sampled`. `shapes`: of each piece, for the launch that writes
-        weights; None for a launch that writes momentum only.
+        `route`: of the bucket. `sizes`: elements of each piece, for the launch that writes weights;
+        None for a launch that writes momentum only.
         """
         of_owner = route in OWNER_STATE_ROUTES
         count = len(self.elements)
@@ -78,14 +105,11 @@ class Collector:
         for i, p in enumerate(pieces):
             counts = p.owner == p.stored_at if of_owner or p.kind == "chunk" else p.is_source
             rows.append(p.matrix.param if counts else count)
-            if counts and shapes is not None:
-                lines, columns = shapes[i]
-                read = samples[i].count(lines) * columns
-                of_both = [read if is_sampled else lines * columns for is_sampled in are_sampled]
-                self._count(p.matrix.param, lines * columns, *of_both)
+            if counts and sizes is not None:
+                self._count(p.matrix.param, sizes[i])
         if set(rows) <= {count}:
             return None
-        return self._add(rows, samples if are_sampled[0] else ())
+        return self._add(rows)
 
     def of_params(
         self,
@@ -143,15 +167,14 @@ class Collector:
         """
         for number, some, is_counted in zip(numbers, regions, counts):
             for region in some if is_counted else ():
-                self._count(number, region.rows * region.cols, *[region.count()] * 2)
+                self._count(number, region.rows * region.cols, region.count())
         behind = len(self.elements)
         return self._add([n if is_counted else behind for n, is_counted in zip(numbers, counts)])
 
-    def _count(self, number: int, elements: int, read: int, read_momenta: int) -> None:
-        """Count elements of a parameter, of which some are in the sums of weights and momenta."""
+    def _count(self, number: int, elements: int, read: int | None = None) -> None:
+        """Count elements of a parameter, of which `read` are in the sums; None: all."""
         self.elements[number] += elements
-        self.read[number] += read
-        self.read_momenta[number] += read_momenta
+        self.read[number] += elements if read is None else read
 
     def of_parts(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return rows for the sums of parts of parameters that are stepped where stored; `numbers`:
@@ -160,15 +183,14 @@ class Collector:
         count = len(self.elements)
         counts = [self.rank in layout.replicas[0] for layout in self.plan.layouts]
         for number in set(numbers):
-            elements = local_of(self.plan.params[number]).numel() * counts[number]
-            self._count(number, elements, elements, elements)
+            self._count(number, local_of(self.plan.params[number]).numel() * counts[number])
         squares = self._add([number if counts[number] else count for number in numbers])
         (rows,) = squares.lay_out(None, len(numbers), local_of(self.plan.params[0]).device)
         return rows
 
-    def _add(self, rows: list[int], samples: Sequence[RowSample] = ()) -> Squares:
-        """Return new memory for the sums of rectangles. `samples`: see `Squares`."""
-        self.sums.append((Squares(samples), rows))
+    def _add(self, rows: list[int]) -> Squares:
+        """Return new memory for the sums of rectangles."""
+        self.sums.append((Squares(), rows))
         return self.sums[-1][0]
 
     def samples(
@@ -197,7 +219,6 @@ class Collector:
             total[sample.param, 4] += sample.error()
             total[sample.param, 5] += 1
         total[:count, 6] = torch.tensor(self.read, dtype=torch.float64, device=device)
-        total[:count, 7] = torch.tensor(self.read_momenta, dtype=torch.float64, device=device)
         return total[:count]
 
 

@@ -70,9 +70,8 @@ def _scale(table: torch.Tensor) -> None:
     """Scale sums over sampled elements to all elements, in place. The factor is 1 without a
     sample.
     """
-    factors = table[:, 3:4] / table[:, 6:8].clamp(min=1.0)
-    table[:, :2] *= factors[:, :1]
-    table[:, 2:3] *= factors[:, 1:]
+    elements, read = table[:, 3], table[:, 6]
+    table[:, :3] *= (elements / read.clamp(min=1.0))[:, None]
 
 
 def _keys_of(groups: Sequence[dict]) -> dict[torch.Tensor, str]:

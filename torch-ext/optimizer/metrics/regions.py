@@ -7,16 +7,11 @@ import math
 from collections.abc import Sequence
 
 from ..kernels.metrics.sample import Region
-from ..kernels.sums.row_sample import RowSample
 from ..params.layout import Box, Layout
 
 # At least half as many elements of a parameter are read, and at least one chunk of SHARE
 READ_ELEMENTS = 1 << 18
 SHARE = 32
-# Of matrices whole rows are read, in groups of about so many elements: those that a program of a
-# kernel steps. Of a matrix of few rows at least so many groups
-GROUP_ELEMENTS = 4096
-GROUPS = 16
 
 
 def regions_of(layout: Layout, rank: int) -> list[Region]:
@@ -57,20 +52,6 @@ def share_of(shape: Sequence[int]) -> int:
     while share < SHARE and numel > share * READ_ELEMENTS:
         share *= 2
     return share
-
-
-def row_sample_of(shape: Sequence[int], number: int) -> RowSample:
-    """Return the rows that are read of a rectangle of matrices of a parameter of shape (..., R, C),
-    from row `number` of all matrices on.
-    """
-    *some, columns = shape
-    group = 1
-    while group * columns < GROUP_ELEMENTS:
-        group *= 2
-    share, groups = share_of(shape), math.prod(some) // group
-    while share > 1 and share * GROUPS > groups:
-        share //= 2
-    return RowSample(number, group, share)
 
 
 def _whole(numel: int) -> list[Region]:

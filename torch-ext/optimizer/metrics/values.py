@@ -74,9 +74,7 @@ class Sums:
     elements: float = 0.0
     error: float = 0.0  # orthogonality errors of the sampled matrices
     samples: float = 0.0  # number of these
-    # Elements that were read for the sums of weights, and of momenta; these are scaled to all
-    read: float = 0.0
-    read_momenta: float = 0.0
+    read: float = 0.0  # elements that were read; the sums are scaled to all
 
     def __add__(self, other: Sums) -> Sums:
         """Return the sums over the elements of both."""

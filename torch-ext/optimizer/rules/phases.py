@@ -64,9 +64,6 @@ class Phases:
         self.has_before = overrides(rule, "before")
         self.has_after = overrides(rule, "after")
         self.has_update = overrides(rule, "update")
-        # Whether sums for metrics are of a sample of rows: those of weights, those of momenta
-        by_kernels = not self.has_update and (rule.fused or not writes_weights(rule))
-        self.samples_rows = by_kernels, by_kernels and not is_8bit
 
     def pack(
         self, *arguments: Any, squares: Squares | None = None

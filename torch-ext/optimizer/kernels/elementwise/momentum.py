@@ -14,23 +14,19 @@ from ..backend import use_triton
 from ..launch.jit import jit
 from .multi_tensor import (
     NUMBERS,
-    PART,
     Skip,
     Source,
     Squares,
     bind,
-    counted,
     element_pointers,
     gradient_address,
     group_offset,
     groups_of,
     locate,
-    picked,
-    row_of_sums,
+    rows_of,
     run,
     skips_of,
-    square_of,
-    sums_of,
+    total_square,
     unskipped,
     write_momentum_squares,
 )
@@ -87,8 +83,7 @@ class Pack:
         self.groups = groups_of(groups, self.launches)
         self.squares = None if form == "feedback" else squares
         device = M[0].device if M else None
-        shapes = [m.shape for m in self.M]
-        self.sums = sums_of(self.squares, self.launches, shapes, device)
+        self.rows = rows_of(self.squares, self.launches, len(M), device)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
 
@@ -126,11 +121,10 @@ class Pack:
             for u in self.U if self.signs else ():
                 u.copy_(torch.where(u > 0, 1.0, torch.where(u < 0, -1.0, u)))
             if self.squares is not None:
-                rows, picks, _ = self.sums[0]
-                write_momentum_squares(rows, picked(self.M, picks), update_momentum)
+                write_momentum_squares(*self.rows, self.M, update_momentum)
             return
-        for launch, (flags, places, skips), (groups, grouped), sums in zip(
-            self.launches, self.skips, self.groups, self.sums
+        for launch, (flags, places, skips), (groups, grouped), rows in zip(
+            self.launches, self.skips, self.groups, self.rows
         ):
             run(
                 _pack_kernel,
@@ -140,7 +134,7 @@ class Pack:
                 flags,
                 places,
                 groups,
-                *sums,
+                rows,
                 int(update_momentum),
                 NESTEROV=nesterov,
                 SKIPS=skips,
@@ -150,7 +144,6 @@ class Pack:
                 FEEDBACK=self.form == "feedback",
                 SIGNS=self.signs,
                 COLLECTS=self.squares is not None,
-                PART=PART,
             )
 
 
@@ -242,43 +235,6 @@ def lerp(m: torch.Tensor, g: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     return torch.sub(g.float(), wide).mul_(weight).add_(wide)
 
 
-@jit
-def _squares(
-    records,
-    blocks,
-    addresses,
-    weight,
-    flags,
-    places,
-    groups,
-    table,
-    offset,
-    SKIPS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    SUMS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    PART: tl.constexpr,
-    ACCESS: tl.constexpr,
-    TYPE_0: tl.constexpr,
-    TYPE_2: tl.constexpr,
-):
-    """Return the squares of the new momenta of PART elements, `offset` elements behind the first of
-    the program, as they will be stored. Arguments as for `_pack_kernel`.
-    """
-    record, row, column, inside = locate(records, blocks, FIELDS, PART, ACCESS, offset)
-    inside = counted(inside, row, blocks, offset, table, PART, ACCESS)
-    base = gradient_address(record, addresses, FIELDS)
-    m_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
-    m = tl.load(m_at, mask=inside, other=0.0).to(tl.float32)
-    g_at = element_pointers(record, row, column, 2, TYPE_2, base, ACCESS)
-    g = tl.load(g_at, mask=inside, other=0.0).to(tl.float32)
-    at = weight + group_offset(blocks, groups, GROUPED)
-    new = m * tl.load(at + 1) + g if SUMS else m + tl.load(at) * (g - m)
-    if SKIPS:
-        new = tl.where(unskipped(inside, blocks, flags, places), new, m)
-    return square_of(new.to(TYPE_0).to(tl.float32), inside, ACCESS)
-
-
 @jit.unspecialized("update_momentum")
 def _pack_kernel(
     records,
@@ -289,8 +245,6 @@ def _pack_kernel(
     places,
     groups,
     squares,
-    picks,
-    table,
     update_momentum,
     NESTEROV: tl.constexpr,
     SKIPS: tl.constexpr,
@@ -300,7 +254,6 @@ def _pack_kernel(
     FEEDBACK: tl.constexpr,
     SIGNS: tl.constexpr,
     COLLECTS: tl.constexpr,
-    PART: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -314,21 +267,8 @@ def _pack_kernel(
     SUMS: M is a sum. FEEDBACK: only U is written. CORRECTED: y is the weight of G in Nesterov's U.
     SIGNS: write signs of U.
     `flags`, `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if
-    GROUPED only. `squares`, `picks`, `table`: see `Sums`; read or written if COLLECTS only.
+    GROUPED only. `squares`: a row of `Squares` for each program; written if COLLECTS only.
     """
-    if COLLECTS:
-        at = row_of_sums(picks)
-        if at >= 0:
-            # Before the momenta are written. Of few elements at a time: more registers than the
-            # rest of the kernel takes would slow down every program
-            total = tl.zeros([PART // 8 if ACCESS == 1 else PART], tl.float32)
-            # None if momenta are not written: the flag is 0 or 1
-            for part in range(0, update_momentum * (BLOCK // PART)):
-                total += _squares(
-                    records, blocks, addresses, weight, flags, places, groups, table,
-                    part * PART, SKIPS, GROUPED, SUMS, FIELDS, PART, ACCESS, TYPE_0, TYPE_2
-                )  # fmt: skip
-            tl.store(squares + at * 3 + 2, tl.sum(total, axis=0))
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     m_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
     u_at = element_pointers(record, row, column, 1, TYPE_1, 0, ACCESS)
@@ -348,6 +288,9 @@ def _pack_kernel(
         m = tl.where(stepped, m * mu + g, m)
         written = tl.where(update_momentum != 0, inside, False)
         tl.store(m_at, m.to(TYPE_0), mask=written)
+        if COLLECTS:
+            square = total_square(m.to(TYPE_0).to(tl.float32), written, ACCESS)
+            tl.store(squares + tl.program_id(0).to(tl.int64) * 3 + 2, square)
         if NESTEROV:
             m = tl.where(stepped, m * mu + g, m)
     else:
@@ -358,6 +301,9 @@ def _pack_kernel(
         m += rest * (g - m)
         written = tl.where(update_momentum != 0, inside, False)
         tl.store(m_at, m.to(TYPE_0), mask=written)
+        if COLLECTS:
+            square = total_square(m.to(TYPE_0).to(tl.float32), written, ACCESS)
+            tl.store(squares + tl.program_id(0).to(tl.int64) * 3 + 2, square)
         if NESTEROV:
             if CORRECTED:
                 rest = tl.load(at + 4)

@@ -6,8 +6,7 @@ kernel over the table. Gradients are new tensors at every step: a record holds t
 to the gradient (`Source`), and a launch gets the gradients' addresses.
 
 Kernels call the jit functions at the end of the file: `locate`, `element_pointers`,
-`gradient_address`, `unskipped`, `group_offset`, `row_of_sums`, `counted`, `square_of`,
-`total_square`.
+`gradient_address`, `unskipped`, `group_offset`, `total_square`.
 
 Layout of a record (int64): rows, columns, then (address, stride of rows, stride of columns) for
 each list, then, for tables with gradients, the number of the gradient. Strides count elements. A
@@ -19,18 +18,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
 from ..launch.jit import jit, thread_state, triton_dtype
 from ..launch.replay import FixedLaunch
-from ..sums.row_sample import RowSample, reads, sampled_rows, table_of
 
 tl = None  # Triton's language, put here by jit
 
 BLOCK = 4096  # elements per program
-PART = 512  # of these, that are added up at a time: two of a thread, which take few registers
 ALIGNMENT = 16  # bytes: the widest access of a thread
 NUMBERS = 12  # fp32 elements of a parameter group in `rules.rule.device_scalars`
 LONGEST = 1 << 30  # elements in a row of a record: a position in a row stays a 32-bit number
@@ -132,9 +129,7 @@ class Squares:
     sum of a momentum comes from the launch that writes it, and is 0 in all others.
     """
 
-    def __init__(self, samples: Sequence[RowSample] = ()) -> None:
-        """`samples`: rows of each rectangle that launches of `sums_of` read; (): all rows."""
-        self.samples = samples
+    def __init__(self) -> None:
         self.rows: list[torch.Tensor] = []  # of each launch, (programs, 3) fp32 on the device
         self.origins: list[torch.Tensor] = []  # rectangle of each row, int64 on the CPU
 
@@ -147,10 +142,6 @@ class Squares:
         origins = [torch.arange(count, device="cpu")]
         if launches is not None:
             origins = [one.origins[one.blocks[:, 0].cpu()] for one in launches]
-        return self._add(origins, device)
-
-    def _add(self, origins: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """Take memory for rows of the rectangles `origins`, for each launch."""
         rows = [torch.zeros(len(of), 3, dtype=torch.float32, device=device) for of in origins]
         self.origins += origins
         self.rows += rows
@@ -164,47 +155,6 @@ class Squares:
         for rows, origins in zip(self.rows, self.origins):
             total.index_add_(0, origins.to(rows.device), rows.double())
         return total
-
-
-class Sums(NamedTuple):
-    """What a launch, or torch, needs for `Squares`."""
-
-    rows: torch.Tensor  # of `Squares`, one for each program that makes sums
-    # int32: row of each program, -1 of those that make no sums; in torch the rows of each rectangle
-    # that are read, None: all
-    picks: torch.Tensor | list[torch.Tensor | None]
-    table: torch.Tensor | None  # of `row_sample.table_of`
-
-
-def sums_of(
-    squares: Squares | None,
-    launches: Sequence[Launch] | None,
-    shapes: Sequence[tuple[int, int]],
-    device: torch.device,
-) -> list[Sums]:
-    """Lay out `squares` for launches over rectangles of `shapes` that read the rows of
-    `Squares.samples`; return `Sums` for each launch, or for torch. None: no sums are made, and
-    `Sums` are placeholders.
-    """
-    if squares is None:
-        return [Sums(*[one.records] * 3) for one in launches or ()]
-    samples = squares.samples or [RowSample(0, 1, 1)] * len(shapes)
-    if launches is None:
-        (rows,) = squares.lay_out(None, len(shapes), device)
-        picks = [
-            None if one.share == 1 else one.indices(r).to(device)
-            for one, (r, _) in zip(samples, shapes)
-        ]
-        return [Sums(rows, picks, None)]
-    found = []
-    for one in launches:
-        records, blocks, origins = one.records.cpu(), one.blocks.cpu(), one.origins.cpu()
-        table = table_of(records, origins, shapes, samples)
-        is_picked = reads(table, records, blocks, BLOCK)
-        (rows,) = squares._add([origins[blocks[is_picked, 0]]], device)
-        picks = torch.where(is_picked, is_picked.cumsum(0) - 1, -1)
-        found.append(Sums(rows, picks.int().to(device), table.to(device)))
-    return found
 
 
 def rows_of(
@@ -236,13 +186,6 @@ def write_squares(
     rows[:, : squares.shape[1]].copy_(squares)
     if M is None:
         rows[:, MOMENTUM].zero_()
-
-
-def picked(
-    tensors: Sequence[torch.Tensor | None], picks: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Return the rows of each rectangle that are read, see `Sums`; None: the rectangle."""
-    return [t if t is None or rows is None else t[rows] for t, rows in zip(tensors, picks)]
 
 
 def write_momentum_squares(
@@ -434,11 +377,8 @@ def run(kernel: jit, launch: Launch, *arguments: Any, **constants: Any) -> None:
 
 
 @jit
-def locate(
-    records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ACCESS: tl.constexpr, offset=0
-):
-    """Return (record, row, column, inside) of the elements of the current program. `offset`: to
-    the first of BLOCK elements, a multiple of BLOCK, for programs that step more elements.
+def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ACCESS: tl.constexpr):
+    """Return (record, row, column, inside) of the elements of the current program.
 
     `record`: pointer to the record. `row`, `column`: indices of BLOCK elements in the rectangle;
     with VECTORS (2-D) of BLOCK / 8 vectors, a row of the tile each. `inside`: mask of existing
@@ -446,7 +386,7 @@ def locate(
     """
     block = blocks + tl.program_id(0).to(tl.int64) * 2
     record = records + tl.load(block) * FIELDS
-    first = tl.load(block + 1) + offset
+    first = tl.load(block + 1)
     rows = tl.load(record)
     columns = tl.load(record + 1)
     if ACCESS == 2:  # ROW
@@ -530,31 +470,6 @@ def total_square(values, inside, ACCESS: tl.constexpr):
     if ACCESS == 1:  # VECTORS: a tile of two dims
         squares = tl.sum(squares, axis=1)
     return tl.sum(squares, axis=0)
-
-
-@jit
-def row_of_sums(picks):
-    """Return the row of `Squares` that the program writes, -1 for none. `picks`: of `Sums`."""
-    return tl.load(picks + tl.program_id(0)).to(tl.int64)
-
-
-@jit
-def counted(inside, row, blocks, offset, table, TILE: tl.constexpr, ACCESS: tl.constexpr):
-    """Return the mask `inside` where elements are added up. `inside`, `row`, `offset`: of `locate`
-    with a block of TILE elements. `table`: of `Sums`.
-    """
-    block = blocks + tl.program_id(0).to(tl.int64) * 2
-    at = tl.load(block + 1) + offset
-    return sampled_rows(inside, row, at, table, tl.load(block), TILE, ACCESS)
-
-
-@jit
-def square_of(values, inside, ACCESS: tl.constexpr):
-    """Return the squares of `values`, fp32, where `inside`, added up along vectors."""
-    squares = tl.where(inside, values * values, 0.0)
-    if ACCESS == 1:  # VECTORS: a tile of two dims
-        squares = tl.sum(squares, axis=1)
-    return squares
 
 
 @jit

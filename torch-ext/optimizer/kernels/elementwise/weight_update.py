@@ -24,25 +24,21 @@ from ..weights.split import (
 from .momentum import MomentumForm, fed, gradients_or_momenta, lerp, summed
 from .multi_tensor import (
     NUMBERS,
-    PART,
     Positions,
     Skip,
     Source,
     Squares,
     bind,
-    counted,
     element_numbers,
     element_pointers,
     gradient_address,
     group_offset,
     groups_of,
     locate,
-    picked,
-    row_of_sums,
+    rows_of,
     run,
     skips_of,
-    square_of,
-    sums_of,
+    total_square,
     unskipped,
     write_squares,
 )
@@ -149,8 +145,7 @@ class WeightUpdate:
             places = () if M is None else (sources, gradients)
             self.launches = bind(lists, *places, keep_rows=keep_rows)
         self.squares = squares
-        shapes = [w.shape for w in self.W]
-        self.sums = sums_of(squares, self.launches, shapes, self.scales.device)
+        self.rows = rows_of(squares, self.launches, len(W), self.scales.device)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.W)]
@@ -187,8 +182,8 @@ class WeightUpdate:
             return
         if self.launches is None:
             return self._call_torch(factors, tensors, weight, update_momentum)
-        for launch, scales, sent, (flags, places, skips), (groups, grouped), sums in zip(
-            self.launches, self.scales_of, self.sent_of, self.skips, self.groups, self.sums
+        for launch, scales, sent, (flags, places, skips), (groups, grouped), rows in zip(
+            self.launches, self.scales_of, self.sent_of, self.skips, self.groups, self.rows
         ):
             run(
                 _update_kernel,
@@ -202,7 +197,7 @@ class WeightUpdate:
                 places,
                 groups,
                 getattr(self.rounding, "keys", launch.records),
-                *sums,
+                rows,
                 int(update_momentum),
                 MOMENTA=self.M is not None,
                 SKIPS=skips,
@@ -213,7 +208,6 @@ class WeightUpdate:
                 ROUNDS=NEAREST if self.rounding is None else self.rounding.kind,
                 FEEDBACK=self.momentum_form == "feedback",
                 COLLECTS=self.squares is not None,
-                PART=PART,
             )
 
     def _call_torch(
@@ -228,9 +222,7 @@ class WeightUpdate:
         if writes_momenta:
             self._update_momenta(tensors, weight)
         rests = getattr(self.rounding, "rests", ())
-        if self.squares is not None:
-            rows, picks, _ = self.sums[0]
-            old = wide_copies(picked(self.W, picks), picked(rests, picks))
+        old = [] if self.squares is None else wide_copies(self.W, rests)
         weight_update_torch(
             self.W,
             self.O,
@@ -245,8 +237,8 @@ class WeightUpdate:
             self.rounding,
         )
         if self.squares is not None:
-            W = wide_weights(picked(self.W, picks), picked(rests, picks))
-            write_squares(rows, old, W, picked(self.M, picks) if writes_momenta else None)
+            W = wide_weights(self.W, rests)
+            write_squares(*self.rows, old, W, self.M if writes_momenta else None)
 
     def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
         """Write M in torch, with the bits of the kernel. Arguments as for `__call__`."""
@@ -422,8 +414,8 @@ def _rounded(values, numbers, key):
     return bits.to(tl.float32, bitcast=True)
 
 
-@jit
-def _step_tile(
+@jit.unspecialized("update_momentum")
+def _update_kernel(
     records,
     blocks,
     scales,
@@ -435,10 +427,8 @@ def _step_tile(
     places,
     groups,
     keys,
-    table,
+    squares,
     update_momentum,
-    offset,
-    STORES: tl.constexpr,
     MOMENTA: tl.constexpr,
     SKIPS: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -447,6 +437,7 @@ def _step_tile(
     FACTORS: tl.constexpr,
     ROUNDS: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    COLLECTS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -457,11 +448,17 @@ def _step_tile(
     TYPE_4: tl.constexpr = None,
     TYPE_5: tl.constexpr = None,
 ):
-    """Compute `WeightUpdate` for a block of elements, `offset` elements behind the first of the
-    program; arguments as for `_update_kernel`. Without STORES write nothing, and return the squares
-    of update, weight and momentum, as they will be stored, where elements are added up.
+    """Compute `WeightUpdate` for a block of elements. Lists of the table: W, O; with MOMENTA also
+    M; with DECAY TO_INITIAL also W0; with ROUNDS STOCHASTIC positions, with SPLIT rests; with
+    MOMENTA also G. Split weights are int16.
+
+    `scales`: scale of each record. `sent`: addresses of the factors of O and of W of each record
+    (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS, FEEDBACK: form of M.
+    `update_momentum`: 0 leaves M alone. `flags`, `places`: see `unskipped`; read if SKIPS only.
+    `groups`: see `group_offset`; read if GROUPED only. `keys`: int64, one for each group; read
+    with STOCHASTIC only. `squares`: a row of `Squares` for each program; written if COLLECTS only.
     """
-    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS, offset)
+    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
     number = tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)
     factor = tl.load(scales + number) * tl.load(factors + group)
@@ -472,12 +469,10 @@ def _step_tile(
         else:
             sent_factor = tl.load(factor_at)
         factor = sent_factor if DECAY == 3 else factor * sent_factor
-    if not STORES:
-        inside = counted(inside, row, blocks, offset, table, BLOCK, ACCESS)
-    stored = inside  # sums need the values of skipped rectangles, too
+    stored = inside
     if SKIPS:
         inside = unskipped(inside, blocks, flags, places)
-        stored = inside if STORES else stored
+    stored = stored if COLLECTS else inside  # sums need the values of skipped rectangles, too
     w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
     w = tl.load(w_at, mask=stored)
     LIST: tl.constexpr = 2 + MOMENTA + (DECAY == 2)  # of positions or rests
@@ -498,8 +493,8 @@ def _step_tile(
             g_at = element_pointers(record, row, column, 4, TYPE_4, g_base, ACCESS)
         else:
             g_at = element_pointers(record, row, column, 3, TYPE_3, g_base, ACCESS)
-        counts = written if STORES else tl.where(update_momentum != 0, stored, False)
-        m = tl.load(m_at, mask=counts).to(tl.float32)
+        counted = tl.where(update_momentum != 0, stored, False)
+        m = tl.load(m_at, mask=counted).to(tl.float32)
         old_m = m
         if FEEDBACK:
             g = tl.load(g_at, mask=written).to(tl.float32)
@@ -511,11 +506,12 @@ def _step_tile(
             m = m * tl.load(weight + group + 1) + tl.load(g_at, mask=written).to(tl.float32)
         else:
             m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
-        if STORES:
-            tl.store(m_at, m.to(TYPE_2), mask=written)
-        else:
+        tl.store(m_at, m.to(TYPE_2), mask=written)
+        if COLLECTS:
             new_m = tl.where(written, m.to(TYPE_2).to(tl.float32), old_m)
-            momentum_square = square_of(new_m, counts, ACCESS)
+            momentum_square = total_square(new_m, counted, ACCESS)
+    elif COLLECTS:
+        momentum_square = 0.0
     if DECAY == 3:  # BY_FACTORS
         keep = tl.load(tl.load(sent + 2 * number + 1).to(tl.pointer_type(tl.float32)))
         new = w * keep - o * factor
@@ -534,95 +530,19 @@ def _step_tile(
     if ROUNDS == 1:  # STOCHASTIC
         numbers = element_numbers(record, row, column, LIST, ACCESS)
         new = _rounded(new, numbers, tl.load(keys + group // 12))  # 12: NUMBERS
-    if STORES:
-        if SPLIT:
-            half, rest = split_tile(new)
-            tl.store(rest_at, rest, mask=inside)
-        else:
-            half = new.to(TYPE_0)
-        tl.store(w_at, half, mask=inside)
+    if SPLIT:
+        half, rest = split_tile(new)
+        tl.store(rest_at, rest, mask=inside)
     else:
-        if not SPLIT:
-            new = new.to(TYPE_0).to(tl.float32)
-        new = tl.where(inside, new, w)
-        update = square_of(new - w, stored, ACCESS)
-        return update, square_of(new, stored, ACCESS), momentum_square if MOMENTA else update * 0.0
-
-
-@jit.unspecialized("update_momentum")
-def _update_kernel(
-    records,
-    blocks,
-    scales,
-    sent,
-    factors,
-    addresses,
-    weight,
-    flags,
-    places,
-    groups,
-    keys,
-    squares,
-    picks,
-    table,
-    update_momentum,
-    MOMENTA: tl.constexpr,
-    SKIPS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    DECAY: tl.constexpr,
-    SUMS: tl.constexpr,
-    FACTORS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    COLLECTS: tl.constexpr,
-    PART: tl.constexpr,
-    FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACCESS: tl.constexpr,
-    TYPE_0: tl.constexpr,
-    TYPE_1: tl.constexpr,
-    TYPE_2: tl.constexpr = None,
-    TYPE_3: tl.constexpr = None,
-    TYPE_4: tl.constexpr = None,
-    TYPE_5: tl.constexpr = None,
-):
-    """Compute `WeightUpdate` for a block of elements. Lists of the table: W, O; with MOMENTA also
-    M; with DECAY TO_INITIAL also W0; with ROUNDS STOCHASTIC positions, with SPLIT rests; with
-    MOMENTA also G. Split weights are int16.
-
-    `scales`: scale of each record. `sent`: addresses of the factors of O and of W of each record
-    (records, 2), int64; read with FACTORS or BY_FACTORS only. SUMS, FEEDBACK: form of M.
-    `update_momentum`: 0 leaves M alone. `flags`, `places`: see `unskipped`; read if SKIPS only.
-    `groups`: see `group_offset`; read if GROUPED only. `keys`: int64, one for each group; read
-    with STOCHASTIC only. `squares`, `picks`, `table`: see `Sums`; read or written if COLLECTS only.
-    """
+        half = new.to(TYPE_0)
+        new = half.to(tl.float32)
+    tl.store(w_at, half, mask=inside)
     if COLLECTS:
-        at = row_of_sums(picks)
-        if at >= 0:
-            # Before anything is written. Of few elements at a time: more registers than the rest of
-            # the kernel takes would slow down every program
-            update_square = tl.zeros([PART // 8 if ACCESS == 1 else PART], tl.float32)
-            weight_square = update_square
-            momentum_square = update_square
-            for part in range(0, BLOCK // PART):
-                u, w, m = _step_tile(
-                    records, blocks, scales, sent, factors, addresses, weight, flags, places,
-                    groups, keys, table, update_momentum, part * PART, False, MOMENTA, SKIPS,
-                    GROUPED, DECAY, SUMS, FACTORS, ROUNDS, FEEDBACK, FIELDS, PART, ACCESS,
-                    TYPE_0, TYPE_1, TYPE_2, TYPE_3, TYPE_4, TYPE_5
-                )  # fmt: skip
-                update_square += u
-                weight_square += w
-                momentum_square += m
-            squares_at = squares + at * 3
-            tl.store(squares_at, tl.sum(update_square, axis=0))
-            tl.store(squares_at + 1, tl.sum(weight_square, axis=0))
-            tl.store(squares_at + 2, tl.sum(momentum_square, axis=0))
-    _step_tile(
-        records, blocks, scales, sent, factors, addresses, weight, flags, places, groups, keys,
-        table, update_momentum, 0, True, MOMENTA, SKIPS, GROUPED, DECAY, SUMS, FACTORS,
-        ROUNDS, FEEDBACK, FIELDS, BLOCK, ACCESS, TYPE_0, TYPE_1, TYPE_2, TYPE_3, TYPE_4, TYPE_5
-    )  # fmt: skip
+        new = tl.where(inside, new, w)
+        squares_at = squares + tl.program_id(0).to(tl.int64) * 3
+        tl.store(squares_at, total_square(new - w, stored, ACCESS))
+        tl.store(squares_at + 1, total_square(new, stored, ACCESS))
+        tl.store(squares_at + 2, momentum_square)
 
 
 @jit

@@ -23,7 +23,6 @@ from ..elementwise.multi_tensor import BLOCK as SLOTS
 from ..elementwise.multi_tensor import ELEMENTS, Launch, Squares, run, total_square, write_squares
 from ..launch.jit import jit
 from ..quantized.adamw import wide_momenta
-from ..sums.row_sample import place_of
 from ..weights.split import joined_tile, wide_copies, wide_weights
 
 tl = None  # Triton's language, put here by jit
@@ -31,6 +30,7 @@ tl = None  # Triton's language, put here by jit
 # Elements: 64 bytes of fp32, two sectors of an L2 cache. Larger chunks would meet fewer rows, and
 # some rows of an embedding may have far larger squares than others
 CHUNK = 16
+GOLDEN = 2654435769  # 2^32 divided by the golden ratio, odd; kernels have the number itself
 CHUNKS = SLOTS // CHUNK  # of a program
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # that the kernels read
 
@@ -74,7 +74,7 @@ class Region:
         row = torch.arange(self.rows, device="cpu")[:, None]
         first = self.first + row * self.step
         stratum = (first >> self.shift) + torch.arange(self.strata, device="cpu")
-        place = place_of(stratum, self.share)
+        place = (((stratum * GOLDEN) & 0xFFFFFFFF) >> 27) & (self.share - 1)
         return (stratum << self.shift) + place * CHUNK - first
 
     def count(self) -> int:

@@ -1,1 +1,0 @@
-"""Which rows of matrices are read for metrics."""
