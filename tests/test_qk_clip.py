@@ -871,7 +871,8 @@ def test_flex_attention_gives_the_same_maxima(part, optimizer):
     model = nn.ModuleDict({"a": Attention()}).cuda()
     threshold = 1.5 * float(found.sort().values[:2].mean())
     clip = optimizer.QKClip.of(model, threshold=threshold)
-    muon = optimizer.Muon(model.named_parameters(), lr=0.0, weight_decay=0.0, qk_clip=clip)
+    groups = optimizer.get_default_muon_param_groups(model)
+    muon = optimizer.Muon(groups, lr=0.0, weight_decay=0.0, qk_clip=clip)
     _, aux = flex.flex_attention(q, k, v, score_mod=lambda score, *_: score * 1.5, enable_gqa=True,
                                  return_aux=flex.AuxRequest(max_scores=True))
     clip.record("a", aux.max_scores.amax((0, 2)))
