@@ -66,7 +66,7 @@ from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
-from convergence_table import RATES, table  # noqa: E402
+from convergence_table import LOST, RATES, table  # noqa: E402
 from corpus import VOCABULARY, even_windows, is_heldout, read_corpus, source_files, windows  # noqa: E402
 from gpt import GPT  # noqa: E402
 from rows import add_output, append, read  # noqa: E402
@@ -80,7 +80,6 @@ SEEDS = (0, 1, 2)
 PARITY_SEEDS = (0, 1, 2, 3, 4)  # of our Muon and torch's, which are compared seed by seed
 WARMUP, DECAY, CLIP, BETAS = 0.05, 0.1, 1.0, (0.9, 0.95)
 HELDOUT_WINDOWS, EVALUATIONS = 128, 20
-LOST = 1e9  # loss of a run that diverged, so that rows can be compared
 LEAST = 2.0**-12  # of an optimizer's first rate: below it, rates of runs that diverged are no longer halved
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 
 RATES = ("lr", "embed_lr", "head_lr")
 STUDENT_T = {3: (4.303, 2.920, 1.061), 4: (3.182, 2.353, 0.978), 5: (2.776, 2.132, 0.941)}  # seeds -> .975, .95, .8
 # Nats per byte. On seed 0 of 30m on packages, twice and half the best rate cost our Muon 0.026 and 0.013
 MARGIN = 0.005
+LOST = 1e9  # loss of a run that diverged, so that rows can be compared
 
 
 def best_rate(losses: dict[object, dict[int, float]]) -> object:
@@ -24,6 +26,11 @@ def best_rate(losses: dict[object, dict[int, float]]) -> object:
     losses = {rate: found for rate, found in losses.items() if first in found}
     common = set.intersection(*map(set, losses.values()))
     return min(losses, key=lambda rate: statistics.mean(losses[rate][seed] for seed in common))
+
+
+def is_bracketed(rate: float, rates: Iterable[float]) -> bool:
+    """Whether rates above and below were tried, too: else the best one may lie beyond those that were."""
+    return any(other < rate for other in rates) and any(other > rate for other in rates)
 
 
 def best_rows(rows: list[dict[str, str]], name: str) -> list[dict[str, str]]:
@@ -75,8 +82,10 @@ def table(rows: list[dict[str, str]]) -> list[str]:
         alike = [row for row in best if all(row[key] == last[key] for key in ("gpu", "commit", "torch"))]
         whole, own, memory = (statistics.median(float(row[key]) for row in alike)
                               for key in ("step_ms", "optimizer_ms", "peak_mib"))
-        cells = (name, f"{float(best[0]['lr']):g}", str(len(best)), f"{statistics.mean(losses[name]):.4f}", spread,
-                 tokens, beside(best, found["muon"])[1] if "muon" in found and name != "muon" else "",
+        loss = statistics.mean(losses[name])
+        shown = "diverged" if loss >= LOST else f"{loss:.4f}"
+        cells = (name, f"{float(best[0]['lr']):g}", str(len(best)), shown, spread, tokens,
+                 beside(best, found["muon"])[1] if "muon" in found and name != "muon" else "",
                  f"{whole:.2f}", f"{own:.2f}", f"{memory:.0f}", short_name(last["gpu"]))
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, *parity(rows)]
@@ -99,10 +108,12 @@ def half_width(gaps: list[float]) -> float:
 
 
 def beside(rows: list[dict[str, str]], others: list[dict[str, str]]) -> tuple[str, str]:
-    """How a loss compares with another one, seed by seed: ("lower", "higher", "no difference found", or "open" with too
-    few seeds; the mean difference and its 95 % interval).
+    """How a loss compares with another one, seed by seed: ("lower", "higher", "no difference found", "open" with too
+    few seeds, or "diverged" if the best rate did; the mean difference and its 95 % interval).
     """
     gaps = gaps_of(rows, others)
+    if all(float(row["heldout_loss"]) >= LOST for row in rows):
+        return "diverged", ""
     if len(gaps) not in STUDENT_T:
         return "open", ""
     mean, half = statistics.mean(gaps), half_width(gaps)

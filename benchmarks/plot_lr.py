@@ -2,17 +2,16 @@
 
     python benchmarks/plot_lr.py benchmarks/results/convergence.csv --out docs/figures --docs docs
 
-Writes learning_rates_<size>_<text>.png for each size and text in the CSV, and learning_rates_demo.png. A dot is a run,
-a line joins the means over seeds. Of AdamW, the runs with the rates of embeddings and head that all other optimizers
-have. Figures are of all GPUs without --gpu and --commit: a loss is comparable, other than a time. With --docs, writes
-the tables of learning_rates.md and evidence.md in that folder anew, too, and the list of figures. Those are of all
-rows, also with --gpu and --commit.
+Writes learning_rates_<size>_<text>.png and losses_<size>_<text>.png (loss over tokens at the best rates) for each size
+and text in the CSV, and learning_rates_demo.png. A dot is a run, a line joins the means over seeds. Of AdamW, the runs
+with the rates of embeddings and head that all other optimizers have. Figures are of all GPUs without --gpu and
+--commit: a loss is comparable, other than a time. With --docs, writes the tables of learning_rates.md and evidence.md
+in that folder anew, too, and the list of figures. Those are of all rows, also with --gpu and --commit.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import textwrap
 from collections import defaultdict
@@ -41,6 +40,7 @@ def main() -> None:
     if options.gpu or options.commit or not rows:
         rows, _ = rows_of(options.csv, options.gpu, options.commit)
     figures = {figure_of(sweep): partial(draw, sweep=sweep) for sweep in sweeps_of(rows)}
+    figures |= {figure_of(sweep, "losses"): partial(draw_curves, sweep=sweep) for sweep in sweeps_of(rows)}
     write(options.out, {**figures, "learning_rates_demo": draw_demo}, rows)
     if options.docs:
         rows = read(options.csv)
@@ -65,8 +65,9 @@ def name_of(sweep: Sweep) -> str:
     return f"{size} on {corpus}" + ("" if usual else f", {steps} steps")
 
 
-def figure_of(sweep: Sweep) -> str:
-    return f"learning_rates_{name_of(sweep).replace(' on ', '_').replace(', ', '_').replace(' ', '_')}"
+def figure_of(sweep: Sweep, what: str = "learning_rates") -> str:
+    """The name of a figure's file: "learning_rates" or "losses" of a sweep."""
+    return f"{what}_{name_of(sweep).replace(' on ', '_').replace(', ', '_').replace(' ', '_')}"
 
 
 def links(rows: list[dict[str, str]]) -> list[str]:
@@ -86,7 +87,11 @@ def best_rates(rows: list[dict[str, str]]) -> list[str]:
         for name, by_lr in sorted(losses.items()):
             lr = convergence_table.best_rate(by_lr)
             others = sorted({len(found) for other, found in by_lr.items() if other != lr})
-            lines.append(f"| {model} | {name} | {lr:g} | {statistics.mean(by_lr[lr].values()):.4f} | "
+            shown, loss = f"{lr:g}", statistics.mean(by_lr[lr].values())
+            shown += ", at the edge" if others and not convergence_table.is_bracketed(lr, by_lr) else ""
+            if loss >= convergence_table.LOST:
+                shown = "all diverged"
+            lines.append(f"| {model} | {name} | {shown} | {'' if shown == 'all diverged' else f'{loss:.4f}'} | "
                          f"{len(by_lr[lr])} | {'/'.join(map(str, others))} |")
     return lines
 
@@ -101,7 +106,8 @@ def evidence(rows: list[dict[str, str]]) -> dict[str, list[str]]:
         head = (f"**{name}**: {float(one['parameters']) / 1e6:.1f} M parameters, {sweep[2]} steps, "
                 f"{float(one['tokens']) / 1e6:.1f} M tokens of the text \"{sweep[1]}\" ({one['text_mb']} MB). "
                 f"GPU: {seen['gpu']}. torch {seen['torch']}. Commit: {seen['commit']}.")
-        parts["losses"] += [head, "", *convergence_table.table(found), ""]
+        figure = f"![Held-out loss over tokens, {name}](figures/{figure_of(sweep, 'losses')}.png)"
+        parts["losses"] += [head, "", *convergence_table.table(found), "", figure, ""]
         parts["rules"] += [f"- {name}, {line}" for line in verdicts(found)]
         missing = convergence.plan(found, list(convergence.OPTIMIZERS), size)
         missing = [line for line in missing if not line.endswith(" 0 | 0 |")]
@@ -132,8 +138,9 @@ def verdicts(rows: list[dict[str, str]]) -> list[str]:
             answers[convergence_table.beside(found, muon)[0] if found else "not run"].append(name)
     texts = {"lower": "loss lower than Muon's", "no difference found": "no difference from Muon's loss found",
              "higher": "loss higher than Muon's", "open": "open, fewer than three seeds in common with Muon",
-             "not run": "not run"}
-    return [f"{text}: {', '.join(answers[answer]) or 'none'}." for answer, text in texts.items()]
+             "diverged": "diverged at every rate", "not run": "not run"}
+    return [f"{text}: {', '.join(answers[answer]) or 'none'}." for answer, text in texts.items()
+            if answers[answer] or answer != "diverged"]
 
 
 def losses_of(rows: list[dict[str, str]]) -> Losses:
@@ -162,6 +169,26 @@ def draw(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
     return draw_losses(axes, losses_of(found), f"GPT, {name_of(sweep)}, {gpus}")
 
 
+def draw_curves(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
+    """Held-out loss over tokens at the best rate of each optimizer, mean of the seeds; dots: AdamW's last loss."""
+    found = sweeps_of(rows)[sweep]
+    tokens, last = float(found[0]["tokens"]) / int(sweep[2]) / 1e6, []
+    styles = itertools.cycle(STYLES)
+    for name in dict.fromkeys(row["optimizer"] for row in found):
+        best = convergence_table.best_rows(found, name)
+        curve = convergence_table.mean_curve(best)
+        if curve[-1][1] >= convergence_table.LOST:
+            continue
+        style, colour = ("-", COLOURS[name]) if name in COLOURS else next(styles)
+        axes.plot([tokens * step for step, _ in curve], [loss for _, loss in curve], style, color=colour, label=name)
+        last.append(curve[-1][1])
+        if name == "adamw":
+            axes.axhline(curve[-1][1], color=colour, linestyle=":", linewidth=1)
+    axes.set_ylim(0.97 * min(last), 2 * min(last))
+    axes.set(xlabel="tokens (millions)", ylabel="held-out loss (nats per byte)", title=f"GPT, {name_of(sweep)}")
+    return True
+
+
 def draw_demo(axes, rows: list[dict[str, str]]) -> bool:
     return draw_losses(axes, demo_losses(), "the demo's GPT, 2.3 M parameters")
 
@@ -171,12 +198,14 @@ def draw_losses(axes, losses: Losses, title: str) -> bool:
     for name, by_lr in losses.items():
         style, colour = ("-", COLOURS[name]) if name in COLOURS else next(styles)
         means = sorted((lr, statistics.mean(found.values())) for lr, found in by_lr.items())
-        finite = [(lr, mean) for lr, mean in means if math.isfinite(mean)]
+        finite = [(lr, mean) for lr, mean in means if mean < convergence_table.LOST]
+        if not finite:
+            continue
         axes.plot(*zip(*finite), style, color=colour, label=f"{name}, best {convergence_table.best_rate(by_lr):g}")
-        dots = [(lr, loss) for lr, found in by_lr.items() for loss in found.values()]
+        dots = [(lr, loss) for lr, found in by_lr.items() for loss in found.values() if loss < convergence_table.LOST]
         axes.plot(*zip(*dots), "o", markersize=4, color=colour)
     every = [loss for by_lr in losses.values() for found in by_lr.values() for loss in found.values()]
-    axes.set_ylim(top=min(1.6 * min(every), 1.05 * max(every)))  # without runs that diverged
+    axes.set_ylim(top=min(1.6 * min(every), 1.05 * max(every)))  # without rates far too large
     axes.set_xscale("log", base=2)
     rates = sorted({lr for by_lr in losses.values() for lr in by_lr})
     axes.set_xticks(rates, [f"{lr:g}" for lr in rates], rotation=45)

@@ -417,8 +417,11 @@ def test_learning_rates_are_those_of_the_document(tmp_path, monkeypatch):
             if model == "demo":  # which has all seeds at all rates
                 lr = min((statistics.mean(found.values()), lr) for lr, found in by_lr.items())[1]
             seeds = {len(losses) for other, losses in by_lr.items() if other != lr}
-            found[model, name] = [f"{lr:g}", f"{statistics.mean(by_lr[lr].values()):.4f}", str(len(by_lr[lr])),
-                                  "/".join(map(str, sorted(seeds)))]
+            rate, loss = f"{lr:g}", statistics.mean(by_lr[lr].values())
+            if seeds and lr in (min(by_lr), max(by_lr)):
+                rate += ", at the edge"  # a better one may lie beyond
+            cells = ["all diverged", ""] if loss >= 1e9 else [rate, f"{loss:.4f}"]
+            found[model, name] = [*cells, str(len(by_lr[lr])), "/".join(map(str, sorted(seeds)))]
         _, axes = figures.plt.subplots()
         assert plot.draw_losses(axes, losses, model)
         assert len(axes.get_xticks()) == len({lr for by_lr in losses.values() for lr in by_lr}) >= 5
@@ -448,9 +451,12 @@ def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch
         shutil.copy(FOLDER.parent / "docs" / name, tmp_path / name)
     run("plot_lr.py", tmp_path / "table.csv", "--out", tmp_path / "figures", "--docs", tmp_path)
     rates = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert rates == {f"learning_rates_{name}.png" for name in ("30m_fake_100_steps", "124m_packages", "demo")}
+    sweeps = ("30m_fake_100_steps", "124m_packages")
+    losses = {f"losses_{name}.png" for name in sweeps}
+    assert rates == losses | {f"learning_rates_{name}.png" for name in (*sweeps, "demo")}
     rates_page, text = ((tmp_path / name).read_text() for name in ("learning_rates.md", "evidence.md"))
-    assert set(re.findall(r"\(figures/(.*?)\)", rates_page)) == rates
+    assert set(re.findall(r"\(figures/(.*?)\)", rates_page)) == rates - losses
+    assert set(re.findall(r"\(figures/(.*?)\)", text)) == losses
     unwrapped = " ".join(text.split())
     assert ('M parameters, 100 steps, 2.0 M tokens of the text "fake" (1.5 MB). GPU: A, NVIDIA B. torch 2.11.'
             in unwrapped)
@@ -465,7 +471,7 @@ def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch
     assert "- 124m on packages, loss lower than Muon's: none." in text and "| muon | 0.004 | 2 | 0.5100 |" in text
     assert "No run yet: 30m on packages, 30m on stdlib, 124m on stdlib, 124m on fake." in text
     assert "| muon | 4 | 3 | 0 |\n" in text and max(map(len, text.split("## Runs")[0].splitlines())) < 130
-    assert "| 30m on fake, 100 steps | muon | 0.004 | 0.8000 | 3 | 1 |\n" in rates_page
+    assert "| 30m on fake, 100 steps | muon | 0.004, at the edge | 0.8000 | 3 | 1 |\n" in rates_page
 
 
 def test_parts_of_documents_and_dates_of_the_log(tmp_path, monkeypatch):
