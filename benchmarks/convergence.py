@@ -401,6 +401,7 @@ def work(worker: int, options: argparse.Namespace, orders: mp.SimpleQueue, resul
     import traceback
 
     device = torch.device("cuda", worker) if torch.cuda.is_available() else torch.device("cpu")
+    gc.freeze()  # a collection after each run need not look at all of torch
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         while (run := orders.get()) is not None:
             try:
