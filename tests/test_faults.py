@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import PRELOADED, START_S, package, part
+from tests.ranks import PRELOADED, START_S, THOROUGH, package, part
 from tests.test_bucket_updates import cut
 
 TIMEOUT_S = 1.5  # of the process group, in the step with the fault
@@ -37,7 +37,6 @@ COLLECTIVES = ("all_to_all_single", "all_to_all", "all_reduce")
 # During what each collective of a step is issued, in their order. The last one is waited for in the next step.
 BROKEN, MISSING = "the comparison of NaN and Inf in gradients", "the comparison of missing gradients"
 HOPS = [*(f"bucket {number} (" for number in (0, 1, 0, 2, 1, 2)), MISSING]
-THOROUGH = bool(os.environ.get("OPTIMIZER_THOROUGH"))
 KNOWN = {}  # what cases that ran first have returned, by rank: (function, *args) -> results
 
 
