@@ -351,8 +351,9 @@ def check_rest(case, seen):
 
 
 def test_a_fault_among_the_ranks_of_an_expert_is_told_on_all(tmp_path, optimizer):
-    """EP x FSDP: rank 3 fails; rank 1 shares its experts with it, ranks 0 and 2 hear of it by what all ranks share. Each
-    hop meets both faults, one with either value of `nonfinite`.
+    """EP x FSDP: rank 3 fails; rank 1 shares its experts with it, ranks 0 and 2 hear of it by what all ranks share.
+
+    Each hop meets both faults, one with either value of `nonfinite`.
     """
     own = [f"bucket {number} (" for number in (0, 0, 2, 3, 2, 3)] + [MISSING]  # 1: a pause between ranks of both kinds
     hops, turn = {"propagate": own, "raise": [BROKEN, BROKEN, *own]}, itertools.cycle(PLACES)
