@@ -478,6 +478,7 @@ def work(worker: int, parts: list[argparse.Namespace], orders: mp.SimpleQueue, r
     import traceback
 
     device = torch.device("cuda", worker) if torch.cuda.is_available() else torch.device("cpu")
+    gc.freeze()  # a collection after each run need not look at all of torch
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         while (order := orders.get()) is not None:
             part, run = order

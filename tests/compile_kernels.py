@@ -3,6 +3,7 @@
 The number is the bytes of shared memory there. For sm90 the assembler takes part, for others PTX or AMDGCN is the end.
 Prints a line of JSON per architecture: every product with its tile and the shared memory that it takes, that of the
 others, and for sm90 how many bytes the cast reads at once, who waits for earlier kernels, and what the assembler says.
+With --few, of kernels that take long, forms of which each choice is met once in place of all pairs of choices.
 """
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, 
          "TYPE_3": triton.language.float32}
 
 
+FEW = "--few" in sys.argv
 waits = {}  # name of a kernel -> whether all its binaries for sm90 wait for kernels that were launched before
 reads_first = {}  # name of a kernel -> whether all its binaries for sm90 load before they let the next kernel begin
 spilled = {}  # name of a kernel -> the most bytes of registers that the assembler stores elsewhere in one of them
@@ -97,6 +99,7 @@ def products(arch: str):
              for size, t in ((2, tiles.DEFAULT), (4, tiles.DEFAULT_FP32)) for op in ("gram", "symmetric", "product")]
     entries = tiles.table(arch)["entries"] or usual
     uses = {(e["op"], e["bytes"], *e["tile"], e.get("loop")): e for e in entries}
+    loops_of_bf16 = set()
     for entry in uses.values():
         loop = entry.get("loop", "pointers")
         specialised = loop in tiles.SPECIALISED
@@ -107,7 +110,9 @@ def products(arch: str):
             yield {**entry, "to": "single"}, by_one_group(arch, entry)
             if largest:
                 yield {**entry, "to": "ordered"}, by_one_group(arch, entry, order="*i32")
-        if entry["op"] == "gram" and entry["bytes"] == 2 and loop != "pointers" and largest:
+        enough = FEW and loop in loops_of_bf16
+        if entry["op"] == "gram" and entry["bytes"] == 2 and loop != "pointers" and largest and not enough:
+            loops_of_bf16.add(loop)
             of_bf16 = by_one_group if loop == "once" else compile_product
             yield {**entry, "of": "bf16"}, of_bf16(arch, entry, of="bf16")
         if entry["op"] == "product":
@@ -316,10 +321,12 @@ def others(arch: str, shared: int):
         yield compile_for(arch, aol._rescale_kernel, dict(lengths, left=left, right=right))
     linear = dict(lengths, OUT="*fp16", a_strides=ROW_MAJOR, out_strides=ROW_MAJOR, b="fp32", a="fp32", SIDE=64)
     yield compile_for(arch, part("kernels.matmul.pointer")._linear_kernel, linear)
-    for side, U in itertools.product((64, 128), ("*bf16", "*fp32")):
+    pairs = ((64, "*bf16"), (128, "*fp32"))  # the latter takes the most memory
+    for side, U in pairs if FEW else itertools.product((64, 128), ("*bf16", "*fp32")):
         yield from small(arch, shared, side, U)
     if arch == "sm90":
-        for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
+        pairs = (("*bf16", False), ("*fp32", True))  # the latter takes the most registers
+        for U, turned in pairs if FEW else itertools.product(("*bf16", "*fp32"), (False, True)):
             yield whole(U, turned)
         yield from map(raw, part("kernels.matmul.api").MIXED_INPUT_TILES)
         yield from map(resident, ("fp16", "bf16"))
@@ -373,7 +380,7 @@ def small(arch: str, shared: int, side: int, U: str):
     full = arch == "sm90"
     yield compile_for(arch, on_chip._interval_kernel, arguments | dict(STEPS=3 if full else 2),
                       num_warps=side // 16)
-    all_kinds = U == "*bf16" and (full or side == 128)
+    all_kinds = U == "*bf16" and (full or side == 128 or FEW)
     standard = on_chip._standard_kernel, dict(STEPS=2 if all_kinds else 1)
     gram = on_chip._gram_kernel, dict(STEPS=4, FIRSTS=0b11001) if all_kinds else dict(STEPS=2, FIRSTS=0b111)
     for (kernel, steps), chunk in ((standard, side), (standard, 128), (gram, 128)):
@@ -388,7 +395,7 @@ def whole(U: str, turned: bool, pieces: int = 8) -> int:
     strides = COLUMN_MAJOR if turned else ROW_MAJOR
     # Of the wide, turned one, which takes the most registers, and of the one that is neither as many steps as usual; of
     # the others as few as show every kind.
-    usual = turned == (size == 4)
+    usual = turned == (size == 4) and (turned or not FEW)
     arguments = dict(
         U=U, out=U, u_strides=strides, out_strides=strides, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32",
         WIDE=True, STEPS=5 if usual else 3, FIRSTS=0b101011 if usual else 0b1011, TURNED=turned,

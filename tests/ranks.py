@@ -26,6 +26,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+THOROUGH = bool(os.environ.get("OPTIMIZER_THOROUGH"))  # all pairs where each choice is met otherwise (docs/env.md)
 START_S = 180.0  # importing torch in many processes on a busy machine
 GRACE_S = 5.0  # how long the other ranks may go on once one has failed
 HOST = "127.0.0.1"

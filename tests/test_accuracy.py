@@ -11,7 +11,7 @@ import torch
 
 from tests import paths, references
 from tests.paths import PATHS, quiet, take
-from tests.ranks import everywhere, part
+from tests.ranks import THOROUGH, everywhere, part
 from tests.spectra import KINDS, spectrum
 from tests.test_orthogonalize import exact, scaled
 
@@ -109,6 +109,8 @@ def test_error_of_at_most_two_steps_between_restarts_is_no_larger_than_the_refer
     check_no_larger(pairs, dtype)
 
 
+# On a CPU Jordan's coefficients, which meet the products with two steps between restarts above, meet them here in the
+# workflow alone: a set takes the interpreter 12 s.
 @pytest.mark.parametrize("where", ["products", "chip"])
 @pytest.mark.parametrize("name, dtype", SETS, ids=str)
 def test_error_of_the_kernels_is_no_larger_than_the_reference(
@@ -118,6 +120,8 @@ def test_error_of_the_kernels_is_no_larger_than_the_reference(
     take("triton", monkeypatch)
     if paths.INTERPRETED and dtype == BF16:
         pytest.skip("the interpreter multiplies bf16 wrongly")
+    if where == "products" and name == "jordan" and paths.INTERPRETED and not THOROUGH:
+        pytest.skip("the workflow test.yml runs it")
     if where == "products":
         for question in ("supports", "follows"):
             monkeypatch.setattr(part("kernels.onchip.polar"), question, lambda *about: False)

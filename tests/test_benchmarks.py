@@ -3,15 +3,11 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gc
 import importlib
 import importlib.util
 import json
 import math
-import multiprocessing
-import os
 import re
-import runpy
 import shutil
 import statistics
 import subprocess
@@ -24,9 +20,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
-from tests.ranks import PRELOADED, run_threads
+from tests.ranks import run_threads
+from tests.scripts import run_script
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -37,37 +33,10 @@ def load(name, monkeypatch):
     return importlib.import_module(name)
 
 
-def run_alone(script, *arguments):
-    done = subprocess.run([sys.executable, FOLDER / script, *map(str, arguments)], capture_output=True, text=True)
+def run(script, *arguments):
+    done = run_script(FOLDER / script, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def run(script, *arguments):
-    """As `run_alone`; on a CPU in a process forked from one that has torch, as the ranks that it starts are from it."""
-    if torch.cuda.is_available():
-        return run_alone(script, *arguments)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("output", "errors")]
-        process = context.Process(target=run_here, args=(script, arguments, files, dict(os.environ)))
-        process.start()
-        process.join()
-        assert process.exitcode == 0, files[1].read_text()
-        return files[0].read_text()
-
-
-def run_here(script, arguments, files, environment):
-    for number, path in enumerate(files, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    os.environ.clear()
-    os.environ.update(environment)
-    start, sys.argv = mp.start_processes, [script, *map(str, arguments)]
-    mp.start_processes = lambda *args, start_method, **options: start(*args, start_method="fork", **options)
-    sys.path.insert(0, str(FOLDER))
-    gc.freeze()  # a script's collections need not look at all of torch
-    runpy.run_path(str(FOLDER / script), run_name="__main__")
 
 
 def test_from_measurement_to_figures(tmp_path):
@@ -90,7 +59,7 @@ def test_from_measurement_to_figures(tmp_path):
         missing = [row for row in rows if row["implementation"] == "gns"]
         assert missing and all((row["median_ms"], row["note"]) == ("", "ModuleNotFoundError") for row in missing)
     assert "eager: " in text and "faster than cublas (1 shapes)" in text
-    run_alone("plot.py", table, "--out", tmp_path / "figures")
+    run("plot.py", table, "--out", tmp_path / "figures")
     assert {p.name for p in (tmp_path / "figures").iterdir()} == {"time.png", "roofline.png", "spectra.png"}
 
 
@@ -130,7 +99,7 @@ def test_first_calls_by_a_cold_and_a_warm_cache(tmp_path):
 
 def test_collectives_against_each_other(tmp_path):
     out = tmp_path / "wire.csv"
-    run_alone("wire.py", "--ranks", 2, "--mib", 0.01, "--rounds", 2, "--commit", "abc", "--out", out)
+    run("wire.py", "--ranks", 2, "--mib", 0.01, "--rounds", 2, "--commit", "abc", "--out", out)
     with open(out, newline="") as file:
         rows = list(csv.DictReader(file))
     assert len({(row["what"], row["collective"]) for row in rows}) == len(rows) >= 5
@@ -363,8 +332,7 @@ def test_processes_share_the_configurations_of_tuned_kernels(monkeypatch):
 
 def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
     (tmp_path / "old.csv").write_text("commit,gpu\n")
-    command = [sys.executable, FOLDER / "polar.py", "--out", tmp_path / "old.csv"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_script(FOLDER / "polar.py", "--out", tmp_path / "old.csv")
     assert done.returncode == 2 and "has other columns" in done.stderr
 
 
@@ -621,7 +589,7 @@ def test_step_measures_every_mode_and_is_drawn(optimizer, tmp_path):
         assert 0 < float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"])
         assert float(row["floor_ms"]) >= 0 and float(row["first_step_s"]) > 0 and row["commit"] == "abc"
     assert "max/mean" in text and "measured: " in text
-    run_alone("plot_step.py", tmp_path / "step.csv", "--out", tmp_path)
+    run("plot_step.py", tmp_path / "step.csv", "--out", tmp_path)
     assert (tmp_path / "step.png").stat().st_size > 10_000 and (tmp_path / "layers.png").stat().st_size > 10_000
     check_timeline(tmp_path)
 
@@ -1060,7 +1028,7 @@ def test_the_power_of_the_equivalence_test_is_that_of_simulated_sweeps(monkeypat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
 def test_soak_finds_nothing_that_grows_or_differs(optimizer):
-    text = run_alone("soak.py", "--ranks", 2, "--model", "tiny", "--steps", 20, "--mode", "hsdp", "reduce")
+    text = run("soak.py", "--ranks", 2, "--model", "tiny", "--steps", 20, "--mode", "hsdp", "reduce")
     assert len(re.findall(r"^(hsdp|reduce) step \d+: [\d.]+ ms", text, re.M)) == 20
     assert len(re.findall(r"\+0 files, \+0 groups since step 6; 2 copies, 0 tensors differ", text)) == 2
 

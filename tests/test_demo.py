@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from tests.scripts import run_script
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TINY = ["--layers", "1", "--width", "64", "--heads", "2", "--batch", "8", "--seq", "32"]
@@ -31,8 +32,7 @@ def example(monkeypatch):
 
 def run_demo(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess:
     """Run examples/demo.py with a tiny model."""
-    command = [sys.executable, EXAMPLES / "demo.py", *TINY, "--processes", str(processes), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_script(EXAMPLES / "demo.py", *TINY, "--processes", processes, *arguments, timeout=120)
 
 
 def write_text(folder: Path, order: list[int]) -> None:
@@ -222,18 +222,18 @@ def test_default_rates_are_the_best_of_a_fair_sweep(example):
 def test_presets_are_trained_once(optimizer, tmp_path):
     """One row per measurement of the held-out loss; a second call adds nothing."""
     out = tmp_path / "presets.csv"
-    command = [sys.executable, EXAMPLES / "presets.py", *TINY, "--steps", "4", "--eval-every", "2", "--lr", "0.01",
+    command = [EXAMPLES / "presets.py", *TINY, "--steps", "4", "--eval-every", "2", "--lr", "0.01",
                "--sets", "turbo", "--seeds", "0", "--ns-dtype", "float16", "--out", out]
     texts = []
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = run_script(*command)
         assert done.returncode == 0, done.stderr
         texts.append((out.read_text(), done.stdout))
     rows = list(csv.DictReader(texts[0][0].splitlines()))
     assert [(row["ns_coefficients"], row["ns_dtype"], row["step"]) for row in rows] == [
         ("turbo", "float16", "2"), ("turbo", "float16", "4")]
     assert texts[0] == texts[1] and f"({float(rows[-1]['heldout_loss']):.4f})" in texts[0][1]
-    done = subprocess.run([*command, "--steps", "2"], capture_output=True, text=True, timeout=120)
+    done = run_script(*command, "--steps", "2")
     assert len(out.read_text().splitlines()) == 4 and done.stdout.count("held-out") == 1  # that run's own
 
 

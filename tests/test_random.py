@@ -1,7 +1,7 @@
 """Random models, meshes, placements, dtypes and options: sharded against one process to the bit, and that against a
 plain fp64 reference.
 
-By default the same 200 examples. OPTIMIZER_EXAMPLES is another number of them, OPTIMIZER_SEED another beginning: each
+By default the same 120 examples. OPTIMIZER_EXAMPLES is another number of them, OPTIMIZER_SEED another beginning: each
 seed has its own examples, the same at every run of it.
 """
 
@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 
 EXAMPLES, SEED = (int(os.environ.get(name, usual)) for name, usual in
-                  (("OPTIMIZER_EXAMPLES", "200"), ("OPTIMIZER_SEED", "0")))
+                  (("OPTIMIZER_EXAMPLES", "120"), ("OPTIMIZER_SEED", "0")))
 PORTIONS, NAMES = 4, ["Muon", "NorMuon"]  # of each, with nesterov and without
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 MESHES = {1: [(1,)], 2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)], 5: [(5,)], 6: [(6,), (2, 3), (3, 2)], 7: [(7,)],

@@ -4,7 +4,6 @@ that creates state.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.ranks import package, part, run_ranks
+from tests.scripts import run_script
 from tests.test_graphs import taped
 
 
@@ -282,6 +282,7 @@ def test_a_pickle_finds_its_rule_in_another_process(optimizer, tmp_path):
         "muon.param_groups[0]['params'][0].grad = torch.ones(4, 3)\nmuon.step(); print('stepped')\n"
     )
     for script in (save, load):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        (tmp_path / "script.py").write_text(script)
+        done = run_script(tmp_path / "script.py")
         assert done.returncode == 0, done.stderr
     assert "stepped" in done.stdout

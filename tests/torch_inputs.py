@@ -1,10 +1,11 @@
 """Inputs that PyTorch tests its own Muon with, given to torch.optim.Muon and to this package's: a
 program.
 
-    python -m tests.torch_inputs {results, states, errors}
+    python -m tests.torch_inputs
 
 A process of its own, since importing torch's test helpers freezes global flags of torch. Prints
-what was compared; exits with 3 where torch has no such inputs.
+what was compared, after "results", "states" or "errors"; exits with 3 where torch has no such
+inputs.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def check_results(load: bool) -> None:
     for given in entry.optim_inputs_func(device="cpu"):
         for more in ({}, {"nesterov": False}):
             difference = compare({**given.kwargs, **more}, load)
-            print(f"{given.desc} {more}: {difference:.1e}")
+            kind = "states" if load else "results"
+            print(f"{kind}: {given.desc} {more}: {difference:.1e}")
             assert difference < ROUNDING, (given.desc, difference)
 
 
@@ -114,7 +116,7 @@ def check_errors() -> None:
         for tensor in params if isinstance(params, list) else ():
             if isinstance(tensor, torch.Tensor):
                 tensor.requires_grad_()  # frozen parameters are left alone here, whatever they are
-        print(given.desc, error.__name__)
+        print("errors:", given.desc, error.__name__)
         if given.desc in ALLOWED:
             package().Muon(params, **given.kwargs).step()
             continue
@@ -129,8 +131,6 @@ def check_errors() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {
-        "results": lambda: check_results(load=False),
-        "states": lambda: check_results(load=True),
-        "errors": check_errors,
-    }[sys.argv[1]]()
+    check_errors()
+    check_results(load=False)
+    check_results(load=True)
