@@ -107,7 +107,7 @@ def test_olmo_core(monkeypatch):
 
 
 def test_prime_rl(monkeypatch):
-    """Without the fork of dion that it imports, since the recipe is in place of it. It is no wheel: see prime_rl.txt."""
+    """Without its fork of dion, which the recipe replaces. prime-rl is no wheel: see prime_rl.txt in requirements/."""
     monkeypatch.setitem(sys.modules, "dion", types.SimpleNamespace(Muon=None))
     optim = pytest.importorskip("prime_rl.trainer.optim")
     from prime_rl.configs.trainer import MuonConfig
@@ -126,7 +126,7 @@ def test_prime_rl(monkeypatch):
 
 
 def test_axolotl(monkeypatch):
-    """The wheel pins versions that others of these frameworks do not take: see axolotl.txt in requirements/."""
+    """The wheel pins versions that other frameworks do not take: see axolotl.txt in requirements/."""
     mixin = pytest.importorskip("axolotl.core.trainers.mixins.optimizer")
     import axolotl.integrations.base as base
 
@@ -144,7 +144,7 @@ def test_axolotl(monkeypatch):
 
 
 def test_ms_swift(monkeypatch):
-    """As test_axolotl: see ms_swift.txt."""
+    """The wheel has an environment of its own, too: see ms_swift.txt."""
     optimizers = pytest.importorskip("swift.optimizers")
     module_of("ms-swift", monkeypatch, swift=sys.modules["swift"])
     model = Model()

@@ -187,7 +187,8 @@ def test_axolotl():
     for choice in ((own, theirs), (package().MuonFactory, ours)):
         trainer = mixin.OptimizerMixin.__new__(mixin.OptimizerMixin)  # Trainer's own constructor reads a whole config
         trainer.model, trainer.optimizer, trainer.optimizer_cls_and_kwargs = Model(), None, choice
-        trainer.args = mock.MagicMock(loraplus_lr_ratio=None, embedding_lr_scale=None, embedding_lr=None, lr_groups=None)
+        trainer.args = mock.MagicMock(
+            loraplus_lr_ratio=None, embedding_lr_scale=None, embedding_lr=None, lr_groups=None)
         trainer.model.norm.requires_grad_(False)
         optimizer = trainer.create_optimizer()
         results.append(parity.train_plainly(trainer.model, InParts(optimizer) if choice[0] is own else optimizer))

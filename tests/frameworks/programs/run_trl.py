@@ -33,7 +33,8 @@ def train(resume=None):
         lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     common = dict(
         output_dir=FOLDER, max_steps=4, per_device_train_batch_size=2, save_steps=2, logging_steps=2, report_to=[],
-        use_cpu=True, ddp_backend="gloo" if "RANK" in os.environ else None, bf16=False, seed=0, disable_tqdm=True, max_length=64, gradient_checkpointing=False)
+        use_cpu=True, ddp_backend="gloo" if "RANK" in os.environ else None, bf16=False, seed=0, disable_tqdm=True,
+        max_length=64, gradient_checkpointing=False)
     more = {"processing_class": tokenizer(), "peft_config": lora}
     model = llama(vocab_size=258, max_position_embeddings=128)
     if MODE == "sft":
