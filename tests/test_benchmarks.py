@@ -3,16 +3,17 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import importlib
 import importlib.util
 import json
 import math
+import os
 import re
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import types
 from dataclasses import replace

@@ -242,7 +242,7 @@ def test_every_variable_that_the_package_reads_is_documented():
 
 
 def test_every_variable_of_the_tests_is_documented():
-    named = set(re.findall(r"\"(OPTIMIZER_[A-Z]+)\"", "".join(p.read_text() for p in (ROOT / "tests").glob("*.py"))))
+    named = set(re.findall(r"\"(OPTIMIZER_[A-Z]+)\"", "".join(p.read_text() for p in (ROOT / "tests").rglob("*.py"))))
     tests = set(table("docs/env.md", "## Tests"))
     assert tests <= named <= tests | set(table("docs/env.md", "## The package"))
 

@@ -103,8 +103,27 @@ def test_olmo_core(monkeypatch):
     assert lowers_the_loss(model, optimizer, 16)
 
 
+def test_prime_rl(monkeypatch):
+    """Without its fork of dion, which the recipe replaces. prime-rl is no wheel: see prime_rl.txt in requirements/."""
+    monkeypatch.setitem(sys.modules, "dion", types.SimpleNamespace(Muon=None))
+    optim = pytest.importorskip("prime_rl.trainer.optim")
+    from prime_rl.configs.trainer import MuonConfig
+
+    monkeypatch.setattr(optim, "Muon", module_of("prime-rl", monkeypatch).muon)
+    model = Model()
+    config = MuonConfig(lr=0.02, weight_decay=0.3, mu=0.9)
+    dims = types.SimpleNamespace(ep_enabled=False, dp_shard_enabled=False, cp_enabled=False, dp_replicate_enabled=False,
+                                 world_mesh=None)
+    optimizer = optim._create_optimizer(config, [*model.named_parameters()], dims)
+    assert isinstance(optimizer, package().DionMuon)
+    matrices, others = optimizer.param_groups
+    assert len(matrices["params"]) == 3 and matrices["use_muon"] and not others["use_muon"]
+    assert (matrices["lr"], matrices["weight_decay"], matrices["momentum"]) == (0.02, 0.3, 0.9)
+    assert lowers_the_loss(model, optimizer, 16)
+
+
 def test_axolotl(monkeypatch):
-    """The wheel pins versions that others of these frameworks do not take, so it is not in requirements/."""
+    """The wheel pins versions that other frameworks do not take: see axolotl.txt in requirements/."""
     mixin = pytest.importorskip("axolotl.core.trainers.mixins.optimizer")
     import axolotl.integrations.base as base
 
@@ -122,7 +141,7 @@ def test_axolotl(monkeypatch):
 
 
 def test_ms_swift(monkeypatch):
-    """As test_axolotl: the wheel is not in requirements/."""
+    """The wheel has an environment of its own, too: see ms_swift.txt."""
     optimizers = pytest.importorskip("swift.optimizers")
     module_of("ms-swift", monkeypatch)
     model = Model()

@@ -19,7 +19,7 @@ def test_lightning(tmp_path, mode):
         assert rank["weight"] == ("DTensor" if mode == "fsdp2" else "Parameter") and rank["rate"] < 0.01
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", ["ddp", "ddp_shard_state", "fsdp2"])
 def test_fabric(tmp_path, mode):
     said = run("fabric", 2, tmp_path, mode)
     for rank in said:

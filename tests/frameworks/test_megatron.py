@@ -15,7 +15,7 @@ from torch import nn
 from tests.frameworks.common import ROOT, run
 from tests.ranks import package, part
 
-pytest.importorskip("megatron.core", reason="Megatron-Core needs Python 3.12")
+pytest.importorskip("megatron.core", reason="megatron.core needs Python 3.12")
 pytest.importorskip("emerging_optimizers")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -175,6 +176,28 @@ def test_olmo_core(monkeypatch):
     assert deviation(*results, start=weights(first)) <= TOLERANCE
 
 
+def test_axolotl():
+    """Its `optimizer: muon`, in its trainer's `create_optimizer`. It never steps vectors, so they are frozen here."""
+    eps = 1e-12  # its AdamW adds eps before the correction of the bias, torch's after it: 4.6e-5 with 1e-8
+    mixin = pytest.importorskip("axolotl.core.trainers.mixins.optimizer")
+    own = pytest.importorskip("axolotl.contribs.mit.muon").MuonOptimizerFactory
+    theirs = {"lr": parity.LR, "weight_decay": parity.DECAY, "betas": parity.BETAS, "eps": eps}
+    ours = {**VALUES, "eps": eps, "momentum": 0.95, "momentum_form": "sum", "adjust_lr_fn": "match_rms_adamw"}
+    results = []
+    for choice in ((own, theirs), (package().MuonFactory, ours)):
+        trainer = mixin.OptimizerMixin.__new__(mixin.OptimizerMixin)  # Trainer's own constructor reads a whole config
+        trainer.model, trainer.optimizer, trainer.optimizer_cls_and_kwargs = Model(), None, choice
+        trainer.args = mock.MagicMock(
+            loraplus_lr_ratio=None, embedding_lr_scale=None, embedding_lr=None, lr_groups=None)
+        trainer.model.norm.requires_grad_(False)
+        optimizer = trainer.create_optimizer()
+        results.append(parity.train_plainly(trainer.model, InParts(optimizer) if choice[0] is own else optimizer))
+    start = weights(Model())
+    for found in (*results, start):
+        del found["norm.weight"]
+    assert deviation(*results, start=start) <= TOLERANCE
+
+
 @pytest.fixture
 def one_rank(monkeypatch):
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)):
@@ -185,7 +208,10 @@ def one_rank(monkeypatch):
 
 
 def test_deepspeed(monkeypatch, one_rank):
-    """Its own Muon in ZeRO 0, 1 and 2, and ours in ZeRO 0."""
+    """Its own Muon in ZeRO 0, 1 and 2, and ours in ZeRO 0. Ours in ZeRO 1 to 3 gets flat pieces, and raises.
+
+    One test, since DeepSpeed keeps groups of the first process group for good.
+    """
     deepspeed = pytest.importorskip("deepspeed")
     from deepspeed.accelerator import get_accelerator
 
@@ -216,3 +242,13 @@ def test_deepspeed(monkeypatch, one_rank):
         ours = trained(None, clipping)
         for stage in stages:
             assert deviation(trained(stage, clipping), ours) <= TOLERANCE, stage
+
+    for stage in (1, 2, 3):
+        model = Model()
+        config = {"train_micro_batch_size_per_gpu": parity.BATCH, "zero_optimization": {"stage": stage},
+                  "zero_allow_untested_optimizer": True}
+        ours = package().MuonFactory()(model, **values)
+        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=ours)
+        engine.backward(engine(**next(iter(parity.loader())))["loss"])
+        with pytest.raises(ValueError, match="is 1-D; Muon takes matrices"):
+            engine.step()

@@ -42,22 +42,27 @@ def test_metrics_in_the_logs(tmp_path):
     assert all(0 < entry["muon/group0/update_to_weight"] < 1 for entry in logged)
 
 
-@pytest.mark.parametrize(("mode", "world"), [("one", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(("mode", "world"), [("one", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_trainer_with_lora(tmp_path, mode, world):
     pytest.importorskip("peft")
     said = run("trainer", world, tmp_path, mode, "lora")
     assert_resumed(said)
     assert len(said[0]["muon"]) == 28 and all("lora_" in name for name in said[0]["muon"])
+    assert (said[0]["wrapped"] == "DistributedDataParallel") == (mode == "ddp")
 
 
-@pytest.mark.parametrize("mode", ["sft", "dpo"])
-@pytest.mark.parametrize("lora", [(), ("lora",)], ids=["full", "lora"])
-def test_trl(tmp_path, mode, lora):
+@pytest.mark.parametrize(("mode", "lora", "world"), [
+    ("sft", (), 1), ("sft", (), 2), ("sft", ("lora",), 1), ("dpo", (), 1), ("dpo", ("lora",), 1)],
+    ids=["sft", "sft-ddp", "sft-lora", "dpo", "dpo-lora"])
+def test_trl(tmp_path, mode, lora, world):
+    """Two ranks: with DDP."""
     for name in ("trl", "peft", "datasets"):
         pytest.importorskip(name)
-    (said,) = run("trl", 1, tmp_path, mode, *lora)
-    assert_resumed([said])
-    assert said["optimizer"] == "NorMuon" and len(said["muon"]) == (28 if lora else 14)
+    said = run("trl", world, tmp_path, mode, *lora, on_cpu=True)
+    assert_resumed(said)
+    for rank in said:
+        assert rank["optimizer"] == "NorMuon" and len(rank["muon"]) == (28 if lora else 14)
+        assert (rank["wrapped"] == "DistributedDataParallel") == (world == 2)
 
 
 def test_accelerate(tmp_path):

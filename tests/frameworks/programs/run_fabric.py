@@ -1,4 +1,4 @@
-"""Lightning Fabric on 2 ranks. run_fabric.py {ddp,fsdp2}: trains 4 steps, saves after 2 and goes on from there."""
+"""Lightning Fabric on 2 ranks. run_fabric.py {ddp,ddp_shard_state,fsdp2}: trains 4 steps, and again from step 2."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shard(model, mesh):
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-if MODE == "ddp":
+if MODE.startswith("ddp"):
     strategy = DDPStrategy(process_group_backend="nccl" if ON_GPUS else "gloo")
 else:
     strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
@@ -35,7 +35,8 @@ fabric.launch()
 def make():
     fabric.seed_everything(0, verbose=False)
     model = fabric.setup_module(llama())
-    optimizer = package().MuonFactory()(model, lr=0.02, process_group="world", unscale_in_step=False)
+    optimizer = package().MuonFactory()(model, lr=0.02, process_group="world", shard_state=MODE == "ddp_shard_state",
+                                        unscale_in_step=False)
     return model, fabric.setup_optimizers(optimizer)
 
 
@@ -51,6 +52,7 @@ def train(model, optimizer, steps):
 
 
 def bits(model, optimizer):
+    optimizer.optimizer.consolidate_state_dict(to=None)
     own = optimizer.optimizer.state_dict()["state"]  # Fabric's wrapper gives it to rank 0 alone
     state = {f"{i}.{key}": value for i, entry in own.items() for key, value in entry.items()}
     return [digest(dict(model.named_parameters())), digest(state)]

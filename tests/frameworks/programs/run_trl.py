@@ -1,4 +1,4 @@
-"""TRL. run_trl.py {sft,dpo} [lora]: trains 4 steps, resumes from step 2."""
+"""TRL. run_trl.py {sft,dpo} [lora]: trains 4 steps, resumes from step 2. On several ranks with DDP, on CPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def train(resume=None):
         lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     common = dict(
         output_dir=FOLDER, max_steps=4, per_device_train_batch_size=2, save_steps=2, logging_steps=2, report_to=[],
-        use_cpu=True, bf16=False, seed=0, disable_tqdm=True, max_length=64, gradient_checkpointing=False)
+        use_cpu=True, ddp_backend="gloo" if "RANK" in os.environ else None, bf16=False, seed=0, disable_tqdm=True,
+        max_length=64, gradient_checkpointing=False)
     more = {"processing_class": tokenizer(), "peft_config": lora}
     model = llama(vocab_size=258, max_position_embeddings=128)
     if MODE == "sft":
@@ -46,7 +47,8 @@ def train(resume=None):
         reference = None if WITH_LORA else llama(vocab_size=258, max_position_embeddings=128)
         trainer = DPOTrainer(model, reference, args=DPOConfig(**common), train_dataset=rows, **more)
     # DPOTrainer has no argument for it
-    trainer.optimizer_cls_and_kwargs = package().MuonFactory, {"lr": 0.02, "rule": "normuon"}
+    trainer.optimizer_cls_and_kwargs = package().MuonFactory, {
+        "lr": 0.02, "rule": "normuon", "process_group": "world"}
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -57,4 +59,6 @@ trainer = train(f"{FOLDER}/checkpoint-2")
 optimizer = trainer.optimizer.optimizer
 names = [name for group in optimizer.param_groups if group["use_muon"] for name in group["param_names"]]
 say(straight=straight, resumed=bits(trainer.model, optimizer), optimizer=type(optimizer).__name__,
-    muon=[name.rpartition("layers.")[2] for name in names])
+    wrapped=type(trainer.model_wrapped).__name__, muon=[name.rpartition("layers.")[2] for name in names])
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()
