@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import copy
 from unittest import mock
 
@@ -56,6 +57,8 @@ def test_two_ranks_with_fsdp2(tmp_path, loop):
     """torch.optim.Muon steps DTensors here."""
     if loop == "fabric":
         fabric()
+        if not os.environ.get("OPTIMIZER_FRAMEWORKS"):
+            pytest.skip("runs in the workflow's job of frameworks: 20 s of two cores")
     else:
         pytest.importorskip("transformers")
         pytest.importorskip("accelerate")
