@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import copy
+import os
 from unittest import mock
 
 import pytest
@@ -125,9 +125,9 @@ def test_nemo_automodel(monkeypatch):
     pytest.importorskip("dion")
     config = pytest.importorskip("nemo_automodel.recipes._typed_config")
     from nemo_automodel.components.config.loader import ConfigNode
-    from nemo_automodel.components.optim.optimizer import MuonConfig, OptimizerConfig
+    from nemo_automodel.components.optim.optimizer import MuonConfig
 
-    module_of("NeMo Automodel", monkeypatch, OptimizerConfig=OptimizerConfig)
+    module_of("NeMo Automodel", monkeypatch)
     theirs = {"_target_": "dion.Muon", "lr": parity.LR, "weight_decay": parity.DECAY, "mu": parity.MOMENTUM,
               "scalar_betas": [*parity.BETAS], "scalar_eps": parity.EPS, "lm_head_lr": parity.LR}
     # It decays vectors, but neither embeddings nor the head
@@ -150,9 +150,8 @@ def test_olmo_core(monkeypatch):
     pytest.importorskip("dion")
     olmo = olmo_core_optim(monkeypatch)
     from olmo_core.nn.transformer import TransformerConfig
-    from olmo_core.optim.muon import MuonConfig
 
-    module_of("OLMo-core", monkeypatch, OptimConfig=olmo.OptimConfig, MuonConfig=MuonConfig)
+    module_of("OLMo-core", monkeypatch)
     values = {**yaml.safe_load(recipe("OLMo-core", "yaml")), "lr": 0.01}
     dion, arguments = part("integrations.dion"), part("integrations.dion")._muon_arguments
     monkeypatch.setattr(dion, "_muon_arguments", lambda *given: {**arguments(*given), "wire_dtype": torch.float32})
