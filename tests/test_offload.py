@@ -215,6 +215,53 @@ def test_parts_fill_their_slots(monkeypatch):
     assert min(sizes[:-1]) > 16384 - 4 * 100 - 3 * 512
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_8_bit_momentum_with_outer_columns_is_cut_between_blocks(transposed):
+    """Weights column by column in memory: momentum too large for a slot is cut within its rows, which have a scale for
+    each 64 numbers.
+    """
+    results = []
+    for offload_state in (False, True):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(s[::-1]).T) for s in ((96, 200), (40, 300), (1, 5000))]
+        group = {"params": weights, "transposed": transposed}
+        opt = package().Muon([group], lr=0.02, state_dtype=torch.int8, offload_state=offload_state)
+        for step in range(2):
+            give(weights, step)
+            opt.step()
+        results.append(held(weights, opt))
+    assert same(*results)
+    assert part_count(opt) > 10
+
+
+def initial_weights_on_the_host(rank, world):
+    """Whether a rank gets equal bits with and without offload of the initial weights alone, and what is offloaded."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh, results = init_device_mesh("cpu", (world,)), []
+    for offload_state in (False, 4 * 48 * 200):
+        torch.manual_seed(0)
+        whole, gradients = torch.randn(96, 200), torch.randn(3, 96, 200)
+        W, *Gs = (DTensor.from_local(t.chunk(world)[rank].T.contiguous().T, mesh, [Shard(0)]) for t in (whole, *gradients))
+        weight = nn.Parameter(W)
+        group = {"params": [weight], "split": {"rows": [24, 48, 24]}}
+        options = {"decay": "initial", "weight_decay": 0.1, "overlap_backward": True}
+        opt = package().Muon([group], lr=0.02, offload_state=offload_state, **options)
+        for G in Gs:
+            weight.grad = G
+            opt.step()
+        results.append(held([weight], opt))
+    return same(*results), offloaded([weight], opt)
+
+
+def test_pieces_are_cut_along_the_state_that_is_on_the_host():
+    """The momentum stays on the device, column by column as its weight. The initial weight goes to the host row by
+    row, since units are blocks of rows.
+    """
+    for is_same, keys in run_threads(2, initial_weights_on_the_host):
+        assert is_same and keys == [{"initial_weight"}]
+
+
 def test_the_first_parts_are_fetched_during_backward():
     results = []
     for offload_state in (False, True):

@@ -15,6 +15,7 @@ import torch
 
 from ...kernels.elementwise.multi_tensor import Source
 from ...kernels.launch.precompile import in_dry_run
+from ...kernels.quantized.blocks import BLOCK, is_quantized
 from ...planning.planner import Plan
 from ...planning.rank_plan import Piece
 from ...state.create import outside_inference_mode
@@ -172,19 +173,21 @@ def cut(
     store: OffloadStore, pieces: Sequence[Piece], keys: Sequence[str | None], may_cut: bool = True
 ) -> list[tuple[list[Cut], list[torch.Tensor]]]:
     """Cut pieces so that the states `keys` of some of them fill a slot; return [(cuts, views of
-    host memory)], a pair for each part. `may_cut`: False leaves each piece whole.
+    host memory)], a pair for each part. Of each piece at least one state is in host memory.
+    `may_cut`: False leaves each piece whole.
     """
     parts: list[tuple[list[Cut], list[torch.Tensor]]] = []
     left = 0  # bytes of the last part's slot
     for piece in pieces:
         views = [view for key in keys for view in store.host_views([piece], key)]
-        axis, count = _outer_dim(views[0])
         held = list(filter(store.memory.holds, views))
+        # State on the device may have other strides
+        axis, count = _outer_dim(held[0])
         spare = 2 * ALIGNMENT * len(held)
         row_bytes = max(1, sum(view.nbytes for view in held) // count)
         is_large = count * row_bytes + spare > store.scheduler.slot_bytes
-        # Columns of 8-bit momentum come in blocks: a piece with outer columns is cut if it must be
-        step = 1 if may_cut and (axis == 0 or is_large) else count
+        # A piece with outer columns is cut only if it must be
+        step = _cut_step(store, piece, views, axis) if may_cut and (axis == 0 or is_large) else count
         first = 0
         while first < count:
             fits = min(count - first, (left - spare) // row_bytes // step * step)
@@ -199,6 +202,14 @@ def cut(
             left -= fits * row_bytes + spare
             first += fits
     return parts
+
+
+def _cut_step(store: Store, piece: Piece, views: Sequence[torch.Tensor], axis: int) -> int:
+    """Rows (axis 0) or columns at whose multiples a piece with states `views` may be cut: 8-bit
+    momentum has a scale for each block along the last dim of the parameter.
+    """
+    along_blocks = axis == (0 if store.splits[piece.matrix.param].transposed else 1)
+    return BLOCK if along_blocks and any(is_quantized(view.dtype) for view in views) else 1
 
 
 def _outer_dim(view: torch.Tensor) -> tuple[int, int]:
