@@ -242,7 +242,8 @@ def initial_weights_on_the_host(rank, world):
     for offload_state in (False, 4 * 48 * 200):
         torch.manual_seed(0)
         whole, gradients = torch.randn(96, 200), torch.randn(3, 96, 200)
-        W, *Gs = (DTensor.from_local(t.chunk(world)[rank].T.contiguous().T, mesh, [Shard(0)]) for t in (whole, *gradients))
+        by_column = [t.chunk(world)[rank].T.contiguous().T for t in (whole, *gradients)]
+        W, *Gs = (DTensor.from_local(t, mesh, [Shard(0)]) for t in by_column)
         weight = nn.Parameter(W)
         group = {"params": [weight], "split": {"rows": [24, 48, 24]}}
         options = {"decay": "initial", "weight_decay": 0.1, "overlap_backward": True}

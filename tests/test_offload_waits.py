@@ -322,17 +322,17 @@ def test_a_part_takes_few_calls_of_the_host():
     program.step(in_a_row(12))
     of_the_step = recorder.waits.pop(("compute", "packed"))
     assert (recorder.records, recorder.copies, sum(recorder.waits.values())) == (3 * 12, 2 * 12, 3 * 12)
-    assert of_the_step == 1 and program.scheduler.alone == set(program.scheduler.order)
+    assert of_the_step == 1 and program.scheduler.disjoint == set(program.scheduler.order)
 
 
 def test_parts_that_share_memory_are_known():
     program = Program(Recorder(), 2)
-    for launches, alone in [([([0, 1], True), ([1, 2], True), ([3], True), ([5, 6], False)], [2, 3]),
+    for launches, disjoint in [([([0, 1], True), ([1, 2], True), ([3], True), ([5, 6], False)], [2, 3]),
                             ([([0], True), ([0], True), ([4], True)], [2]),
                             ([([0, 1, 2, 3], True), ([1], True), ([4], True), ([3], False)], [2]), ([], [])]:
         program.step(launches)
         order = program.scheduler.order
-        assert program.scheduler.alone == {order[number] for number in alone}
+        assert program.scheduler.disjoint == {order[number] for number in disjoint}
 
 
 def test_the_first_step_fetches_the_parts_of_a_launch_ahead():

@@ -57,7 +57,7 @@ STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no optio
 
 def called_by_checkpoint(function: str | None = None) -> bool:
     """Return whether torch.distributed.checkpoint is among the callers of the current function;
-    with `function`, whether its function of this name is.
+    with `function`, whether its function of that name is.
 
     torch.distributed.checkpoint loads into the tensors of `state_dict()`, and needs state of every
     parameter. Other callers must not get new state: accelerate's `prepare` calls `state_dict()`
@@ -93,7 +93,8 @@ def on_one_device(state_dict: dict) -> dict:
     torch's `set_optimizer_state_dict` with `full_state_dict=True`.
 
     torch fills the tensors from whole ones and passes them to `load_state_dict`. Before that it
-    raises ValueError ("Device mismatch") for state on several devices, as per row and per element.
+    raises ValueError ("Device mismatch") for state on several devices: with offload, state per
+    element is on the host, and state per row, block or matrix on the GPU.
     """
     if not called_by_checkpoint("_load_optim_state_dict"):
         return state_dict

@@ -187,7 +187,8 @@ def cut(
         row_bytes = max(1, sum(view.nbytes for view in held) // count)
         is_large = count * row_bytes + spare > store.scheduler.slot_bytes
         # A piece with outer columns is cut only if it must be
-        step = _cut_step(store, piece, views, axis) if may_cut and (axis == 0 or is_large) else count
+        is_cut = may_cut and (axis == 0 or is_large)
+        step = _cut_step(store, piece, views, axis) if is_cut else count
         first = 0
         while first < count:
             fits = min(count - first, (left - spare) // row_bytes // step * step)

@@ -107,8 +107,8 @@ def _is_in(view: torch.Tensor, block: HostMemory, start: int, stop: int) -> bool
     return start <= block.offset_of(view) < stop
 
 
-def _alone(order: Sequence[Part]) -> set[Part]:
-    """The parts of an order that share no host memory with another part of it, nor come twice."""
+def _disjoint(order: Sequence[Part]) -> set[Part]:
+    """The parts of a step that occur once and share no host memory with other parts of the step."""
     spans = sorted(
         (block.address + start, block.address + stop, number)
         for number, part in enumerate(order)
@@ -146,7 +146,7 @@ class Scheduler:
         # Updates whose U is written a bucket ahead, in the order of a step. Weak: they hold this
         self.bucket_refs: list[weakref.ref] = []
         self.order: list[Part] = []  # of the last step
-        self.alone: set[Part] = set()  # parts of `order` that share no host memory with others
+        self.disjoint: set[Part] = set()  # parts of `order` that share no host memory with others
         self.done: list[Part] = []  # parts of this step, in order
         self.ahead = 0  # number of parts of `order` that are fetched, or are past
         self.placed = 0  # parts with a slot
@@ -262,9 +262,9 @@ class Scheduler:
         self.streams.wait(OUTWARD, part.slot.used)
         self.streams.copy(OUTWARD, part.write_backs)
         self.streams.record(self.written, OUTWARD)
-        if part in self.alone:
-            return
-        # What was fetched before is stale
+        if part in self.disjoint:
+            return  # no slot holds its host memory: only parts of `order` are fetched ahead
+        # A slot that was filled before this write-back is stale
         for slot in self.slots:
             if slot.holds is not None and slot.holds.overlaps(part):
                 slot.holds = None
@@ -275,7 +275,7 @@ class Scheduler:
         """
         self.streams.wait(COMPUTE, self.packed)
         if self.done != self.order:
-            self.alone = _alone(self.done)
+            self.disjoint = _disjoint(self.done)
         self.order, self.done, self.ahead = self.done, [], 0
         for slot in self.slots:
             slot.holds = None

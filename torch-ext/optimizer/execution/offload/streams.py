@@ -63,8 +63,8 @@ class CopyStreams:
             # Its short kernels go first where both streams have blocks to run
             streams[PACK] = torch.cuda.Stream(device, priority=-1)
             streams |= {name: torch.cuda.Stream(device) for name in (INWARD, OUTWARD)}
-        # The current stream, where known without asking torch: inside `on_pack_stream`
-        self.known: torch.cuda.Stream | None = None
+        # PACK inside of `on_pack_stream`, where torch need not be asked; else None
+        self.current: torch.cuda.Stream | None = None
         self.shared: list[torch.Tensor] = []
         self.told = set(self.streams.values())  # streams that the allocator knows to use `shared`
 
@@ -72,8 +72,8 @@ class CopyStreams:
         """The stream with a name; COMPUTE may be another stream at every call."""
         if name != COMPUTE:
             return self.streams[name]
-        if self.known is not None:
-            return self.known
+        if self.current is not None:
+            return self.current
         stream = torch.cuda.current_stream(self.device)
         if stream not in self.told:
             self.told.add(stream)
@@ -100,19 +100,19 @@ class CopyStreams:
 
     def copy(self, stream: str, copies: Copies) -> None:
         """See `NoStreams`. The host side of each copy is pinned memory."""
-        if self.known is None:
+        if self.current is None:
             with torch.cuda.stream(self.streams[stream]):
                 for to, source in copies:
                     to.copy_(source, non_blocking=True)
             return
-        # Torch's context manager asks for the device and the current stream, and takes as long as a
-        # copy
+        # Not torch's context manager: it asks for the device and the current stream, which takes
+        # the host as long as a copy
         torch.cuda.set_stream(self.streams[stream])
         try:
             for to, source in copies:
                 to.copy_(source, non_blocking=True)
         finally:
-            torch.cuda.set_stream(self.known)
+            torch.cuda.set_stream(self.current)
 
     def share(self, memory: torch.Tensor) -> None:
         """See `NoStreams`: memory that is freed is not reused before copies and launches of all
@@ -124,13 +124,13 @@ class CopyStreams:
 
     @contextlib.contextmanager
     def on_pack_stream(self) -> Iterator[None]:
-        """See `NoStreams`. The current device is that of the streams."""
+        """See `NoStreams`. Until the end nothing else may change the current stream."""
         with torch.cuda.stream(self.streams[PACK]):
-            self.known = self.streams[PACK]
+            self.current = self.streams[PACK]
             try:
                 yield
             finally:
-                self.known = None
+                self.current = None
 
 
 def streams_for(

@@ -91,8 +91,8 @@ class Launch:
     records: torch.Tensor  # (records, fields) int64, see the module's docstring
     blocks: torch.Tensor  # (programs, 2) int64: number of the record, first element in the record
     origins: torch.Tensor  # (records,) int64: index of the rectangle in the bound lists
-    # Launches that were made: (kernel, arguments, constants) -> launch that is started again; None
-    # if it is made as before
+    # (kernel, arguments, constants) of past launches -> the launch to start again; None: Triton
+    # makes it each time. A tensor counts by its address: an argument has one dtype per table
     started: dict[tuple, FixedLaunch | None] = field(default_factory=dict, compare=False)
 
 
@@ -336,7 +336,8 @@ def _launch(
     return Launch(types, access, records.to(device), blocks.to(device), origins)
 
 
-# Entries of `Launch.started`. Arguments are at fixed addresses, and host constants rarely change
+# Most entries of `Launch.started`. Few are needed: arguments are at fixed addresses, and host
+# constants rarely change
 MOST_STARTED = 8
 
 
@@ -366,9 +367,9 @@ def run(kernel: jit, launch: Launch, *arguments: Any, **constants: Any) -> None:
     compiled = kernel[(programs,)](launch.records, launch.blocks, *arguments, **options)
     if known in launch.started or thread_state.dry_run:
         return
-    if len(launch.started) == MOST_STARTED:
+    if len(launch.started) >= MOST_STARTED:
         launch.started.clear()
-    # By position, as the kernel names them
+    # The C function takes constants by position, in the order of the kernel's parameters
     code, count = kernel.function.__code__, 2 + len(arguments)
     values = [numbers.get(name) for name in code.co_varnames[count : code.co_argcount]]
     all_given = launch.records, launch.blocks, *arguments, *values

@@ -73,7 +73,7 @@ class FixedLaunch:
     """A launch whose arguments are fixed: later starts call the C function of Triton's launcher."""
 
     def __init__(self, device: int, launch: _Launch):
-        """`device`: index of the device of the tensors."""
+        """`device`: index of the device of the tensors, the current device at every start."""
         self.device = device
         self.launch = launch
         self.last: tuple = (None, ())  # (stream, arguments of the C function)
@@ -82,9 +82,10 @@ class FixedLaunch:
     def of(
         cls, device: int, compiled: Any, programs: int, arguments: Sequence
     ) -> FixedLaunch | None:
-        """Return a launch that has just been made; None if it cannot be started so. `compiled`:
-        Triton's compiled kernel, None in the interpreter. `arguments`: the kernel's by position,
-        tensors and constants, no descriptors. No tensor is kept alive.
+        """Return the `FixedLaunch` of a launch that Triton has just made; None if only Triton can
+        make it again. `compiled`: Triton's compiled kernel, None in the interpreter. `arguments`:
+        the kernel's by position, tensors and constants, no descriptors. Holds addresses only: the
+        caller keeps the tensors alive, and starts the launch for tensors at these addresses.
         """
         try:
             called = _launcher_of(compiled)
