@@ -18,14 +18,20 @@ MARGIN = 0.005
 LOST = 1e9  # loss of a run that diverged, so that rows can be compared
 
 
-def best_rate(losses: dict[object, dict[int, float]]) -> object:
-    """The best of {rate: {seed: loss}}: the lowest mean over the seeds that all rates have. Sweeps train a rate with
-    seed 0 first, and only the best with more; a rate without the first seed does not count.
+def comparable_means(losses: dict[object, dict[int, float]]) -> dict[object, float]:
+    """{rate: mean loss over the seeds that all rates have} of {rate: {seed: loss}}. Sweeps train a rate with seed 0
+    first, and only the best with more; a rate without the first seed is left out.
     """
     first = min(seed for found in losses.values() for seed in found)
     losses = {rate: found for rate, found in losses.items() if first in found}
     common = set.intersection(*map(set, losses.values()))
-    return min(losses, key=lambda rate: statistics.mean(losses[rate][seed] for seed in common))
+    return {rate: statistics.mean(found[seed] for seed in common) for rate, found in losses.items()}
+
+
+def best_rate(losses: dict[object, dict[int, float]]) -> object:
+    """The rate with the lowest of `comparable_means`."""
+    means = comparable_means(losses)
+    return min(means, key=means.__getitem__)
 
 
 def is_bracketed(rate: float, rates: Iterable[float]) -> bool:

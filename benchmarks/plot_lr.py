@@ -3,8 +3,9 @@
     python benchmarks/plot_lr.py benchmarks/results/convergence.csv --out docs/figures --docs docs
 
 Writes learning_rates_<size>_<text>.png and losses_<size>_<text>.png (loss over tokens at the best rates) for each size
-and text in the CSV, and learning_rates_demo.png. A dot is a run, a line joins the means over seeds. Of AdamW, the runs
-with the rates of embeddings and head that all other optimizers have. Figures are of all GPUs without --gpu and
+and text in the CSV, and learning_rates_demo.png. A dot is a run. A line joins the means over the seeds that all rates
+of an optimizer have, by which the best is chosen: more seeds of the best rate alone would bend the line. Of AdamW, the
+runs with the rates of embeddings and head that all other optimizers have. Figures are of all GPUs without --gpu and
 --commit: a loss is comparable, other than a time. With --docs, writes the tables of learning_rates.md and evidence.md
 in that folder anew, too, and the list of figures. Those are of all rows, also with --gpu and --commit.
 """
@@ -170,7 +171,7 @@ def draw(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
 
 
 def draw_curves(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
-    """Held-out loss over tokens at the best rate of each optimizer, mean of the seeds; dots: AdamW's last loss."""
+    """Held-out loss over tokens at the best rate of each optimizer, mean of its seeds. Dotted: AdamW's last loss."""
     found = sweeps_of(rows)[sweep]
     tokens, last = float(found[0]["tokens"]) / int(sweep[2]) / 1e6, []
     styles = itertools.cycle(STYLES)
@@ -197,7 +198,7 @@ def draw_losses(axes, losses: Losses, title: str) -> bool:
     styles = itertools.cycle(STYLES)
     for name, by_lr in losses.items():
         style, colour = ("-", COLOURS[name]) if name in COLOURS else next(styles)
-        means = sorted((lr, statistics.mean(found.values())) for lr, found in by_lr.items())
+        means = sorted(convergence_table.comparable_means(by_lr).items())
         finite = [(lr, mean) for lr, mean in means if mean < convergence_table.LOST]
         if not finite:
             continue

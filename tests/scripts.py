@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import runpy
 import subprocess
 import sys
@@ -45,7 +46,12 @@ def _run_here(argv: list[str], files: list[Path], environment: dict[str, str]) -
     os.environ.clear()
     os.environ.update(environment)
     start, sys.argv = mp.start_processes, argv
-    mp.start_processes = lambda *args, start_method, **options: start(*args, start_method="fork", **options)
+
+    def start_forked(work, arguments=(), *rest, start_method="spawn", **options):
+        pickle.dumps((work, arguments))  # a user's ranks are not forked, and get both so
+        return start(work, arguments, *rest, **options, start_method="fork")
+
+    mp.start_processes = start_forked
     sys.path.insert(0, str(Path(argv[0]).parent))
     gc.freeze()  # a script's collections need not look at all of torch
     runpy.run_path(argv[0], run_name="__main__")

@@ -21,6 +21,7 @@ from tests.test_bucket_updates import cut
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
 
 EXAMPLES, SEED = (int(os.environ.get(name, usual)) for name, usual in
                   (("OPTIMIZER_EXAMPLES", "120"), ("OPTIMIZER_SEED", "0")))
@@ -33,6 +34,17 @@ STEPS, LR = 2, 0.1
 SMALL_STATE = {"halves": {"master_weights": "split16"}, "host memory": {"offload_state": True},
                "at random": {"rounding": "stochastic", "rounding_seed": 1}}
 OF_BF16 = ("halves", "at random")
+# In the examples of each portion
+MET = {"dtensor", "ddp", "unreduced", "two axes", "strided", F32, BF16, F16, None, *SMALL_STATE}
+
+
+class Independent(HypothesisProvider):
+    """Hypothesis makes most examples out of others by repeating what they drew. Of 120 such examples none had a mesh of
+    two axes, a strided placement or split weights. As a backend of another name it draws each anew.
+    """
+
+
+AVAILABLE_PROVIDERS["independent"] = f"{__name__}.{Independent.__name__}"
 
 
 # problems --------------------------------------------------------------------------------------------------------
@@ -85,13 +97,13 @@ def problems(draw, portion):
     sizes = draw(shapes())
     most = 8 if draw(st.integers(0, 29)) == 0 else min(8, max(2, 16 // len(sizes)))
     world = draw(st.sampled_from([*range(2, most + 1)] * 3 + [1]))
-    mesh = draw(st.sampled_from(MESHES[world]))
+    mesh = (2, 2) if draw(st.integers(0, 4)) == 4 else draw(st.sampled_from(MESHES[world]))
     coefficients, ns_steps = draw(st.sampled_from([("polar_express", 5), ("polar_express", 3), ("jordan", 5),
                                                    ("cubic", 5), ("aol", 5), ((1.5, -0.5, 0.0), 4)]))
     small_state = draw(st.sampled_from([None] * 5 + list(SMALL_STATE)))
     dtype = BF16 if small_state in OF_BF16 else draw(st.sampled_from([F32, F32, BF16, F16]))
     return {
-        "mode": mode, "world": world, "mesh": mesh, "shapes": sizes, "name": NAMES[portion // 2],
+        "mode": mode, "world": math.prod(mesh), "mesh": mesh, "shapes": sizes, "name": NAMES[portion // 2],
         "placements": [draw(placement(s, mesh)) for s in sizes] if mode == "dtensor" else None,
         "muon": [draw(MUON) > 0 for _ in sizes], "gradients": [[draw(KIND) for _ in sizes] for _ in range(STEPS)],
         "dtype": dtype, "small_state": small_state, "state_dtype": draw(st.sampled_from([F32, F32, BF16])),
@@ -307,15 +319,24 @@ def extreme(portion):
 def test_random_models(portion, monkeypatch):
     """In portions, which workers take side by side; none comes twice. In each, one as large as they may be."""
     monkeypatch.setattr(part("execution.offload.offload"), "LEAST_SLOT", 4096)  # of offloaded state, in many parts
-    tried = set()
+    tried, met = set(), set()
 
     def once(problem):
         key = repr({**problem, "seed": None})
         assume(key not in tried)
         check(problem)
         tried.add(key)
+        met.update(kinds_of(problem))
 
     check(extreme(portion))
-    run = settings(max_examples=EXAMPLES // PORTIONS, suppress_health_check=list(HealthCheck))
+    run = settings(max_examples=EXAMPLES // PORTIONS, suppress_health_check=list(HealthCheck), backend="independent")
     seed(PORTIONS * SEED + portion)(run(given(problems(portion))(once)))()
     assert len(tried) >= EXAMPLES // PORTIONS
+    assert met >= MET or SEED or EXAMPLES < 120, MET - met
+
+
+def kinds_of(problem):
+    dims = {dim for cuts in problem["placements"] or () for dim in cuts if dim is not None}
+    axes = {"two axes"} if len(problem["mesh"]) > 1 and problem["mode"] == "dtensor" else set()
+    strided = {"strided"} if any(dim < 0 for dim in dims) else set()
+    return {problem["mode"], problem["dtype"], problem["small_state"]} | axes | strided
