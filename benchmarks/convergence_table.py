@@ -143,7 +143,7 @@ def parity(rows: list[dict[str, str]]) -> list[str]:
     level, one_sided, power = STUDENT_T[len(gaps)]
     equal = abs(mean) + one_sided * error < MARGIN
     return ["", f"muon less torch_muon, {len(gaps)} seeds: {mean:+.5f} +- {level * error:.5f} (95 %). "
-            f"A difference of {(level + power) * error:.5f} would be found with a probability of 80 %. "
+            f"A difference of {(level + power) * error:.5f} would be found with a probability of about 80 %. "
             f"Equal within {MARGIN} by two one-sided tests at 5 %: {'yes' if equal else 'no'}; their power, if both "
             f"are equal, is {100 * power_of_tost(error, len(gaps)):.0f} %."]
 
