@@ -190,14 +190,16 @@ MAX_INTERVAL = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}
 MAX_INTERVAL_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
 # In fp32, for iterations of more than five cubic steps
 REPEATED_CUBIC = 4
-# Sets whose first interval may have three steps in fp16, for short sides from SMALL_SHORT_SIDE on
+# Sets whose first interval of five steps has three in fp16, for short sides from SMALL_SHORT_SIDE on
 STEADY_SETS = ("polar_express", "jordan", "deepseek_v4", "anvil")
 SMALL_SHORT_SIDE = 256
-# In fp16, late intervals of steady sets may have more than three steps, see `_long_intervals`: from
-# this step on, counted from 0, if they multiply rounding errors of A by at most MAX_GROWTH, half of
-# the inverse of the error of one rounding to fp16, 2^-11
-FIRST_LONG_STEP = 5
-MAX_GROWTH = 2.0**10
+# Longer schedules are cut into intervals of two steps in fp16: what leaves the range of the
+# polynomials grows with every further step, up to Inf (docs/math.md, "Cuts of more than five steps")
+MAX_STEPS_TWO_INTERVALS = 5
+# In fp16, late intervals of polar_express may have more than two steps, see `_long_intervals`: from
+# this step on, counted from 0, if they multiply rounding errors of A by at most MAX_GROWTH
+FIRST_LONG_STEP = 4
+MAX_GROWTH = 2.0**9
 
 
 def _with_safety(triple: Triple, s: float) -> Triple:
@@ -343,18 +345,18 @@ class Steps:
         - fp16, smaller n: 1 + 2 + 2. Errors weigh more the smaller n is. The longer intervals come
           last, because the first two steps have no `Pair`.
 
-        In fp16 with n >= SMALL_SHORT_SIDE and `max_steps` > 3, the last steps of STEADY_SETS are
-        cut by `_long_intervals`, the steps before as above: 3 + 2 + 5 for ten steps of
-        `polar_express`, 3 + 3 + 4 for `deepseek_v4`.
+        More than five steps are cut into intervals of at most two in fp16. With n >=
+        SMALL_SHORT_SIDE and `max_steps` > 2, the last steps of `polar_express` are cut by
+        `_long_intervals`, the steps before as above: 2 + 2 + 4 for eight steps.
         """
         length = min(max_steps, self._max_interval(dtype, n))
         half = dtype == F16
-        # The choices below concern large matrices in fp16
-        large = half and length == 3 and not self.cubic
-        steady = large and _is_steady(self.triples)
-        tail = _long_intervals(self.triples, max_steps) if steady else ()
-        total = len(self.triples) - sum(tail)
-        careful = large and not steady
+        total = len(self.triples)
+        # Large matrices in fp16, up to five steps
+        careful = half and length == 3 and not self.cubic and not _is_steady(self.triples)
+        late = half and n >= SMALL_SHORT_SIDE and self.triples == _beginning("polar_express", total)
+        tail = _long_intervals(self.triples, max_steps) if late else ()
+        total -= sum(tail)
         # Careful: cut as if the first interval had one step more
         count = math.ceil((total + careful) / length)
         # Rounding down gives the first intervals fewer steps, rounding up the last ones
@@ -372,7 +374,8 @@ class Steps:
             # and a restart costs time.
             restarts = dtype == torch.float32 and len(self.triples) > longest
             return REPEATED_CUBIC if restarts else longest
-        return 2 if dtype == F16 and n < SMALL_SHORT_SIDE else MAX_INTERVAL[dtype]
+        short = n < SMALL_SHORT_SIDE or len(self.triples) > MAX_STEPS_TWO_INTERVALS
+        return 2 if dtype == F16 and short else MAX_INTERVAL[dtype]
 
     def pairs(
         self, dtype: torch.dtype = F16, max_steps: int = NO_RESTART, n: int = SMALL_SHORT_SIDE
@@ -500,7 +503,7 @@ def _is_steady(triples: tuple[Triple, ...]) -> bool:
 
 @functools.lru_cache(maxsize=MAX_CACHED_SETS)
 def _long_intervals(triples: tuple[Triple, ...], max_steps: int) -> tuple[int, ...]:
-    """Return the lengths of the last restart intervals that have more than three steps, in order:
+    """Return the lengths of the last restart intervals that have more than two steps, in order:
     each as long as `max_steps`, FIRST_LONG_STEP and MAX_GROWTH allow, the last one first.
 
     The growth of an interval is the product of a^2 over its steps but the last: the factor by which
@@ -517,7 +520,7 @@ def _long_intervals(triples: tuple[Triple, ...], max_steps: int) -> tuple[int, .
             if growth > MAX_GROWTH:
                 break
             first -= 1
-        if end - first <= MAX_INTERVAL[F16]:
+        if end - first <= 2:
             return tuple(reversed(lengths))
         lengths.append(end - first)
         end = first
