@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -196,10 +196,9 @@ SMALL_SHORT_SIDE = 256
 # Longer schedules are cut into intervals of two steps in fp16: what leaves the range of the
 # polynomials grows with every further step, up to Inf (docs/math.md, "Cuts of more than five steps")
 MAX_STEPS_TWO_INTERVALS = 5
-# In fp16, late intervals of polar_express may have more than two steps, see `_long_intervals`: from
-# this step on, counted from 0, if they multiply rounding errors of A by at most MAX_GROWTH
-FIRST_LONG_STEP = 4
-MAX_GROWTH = 2.0**9
+# But of polar_express in fp16, steps from this one on, counted from 0, up to so many in an interval
+FIRST_LATE_STEP = 4
+MAX_LATE_INTERVAL = 5
 
 
 def _with_safety(triple: Triple, s: float) -> Triple:
@@ -346,23 +345,25 @@ class Steps:
           last, because the first two steps have no `Pair`.
 
         More than five steps are cut into intervals of at most two in fp16. With n >=
-        SMALL_SHORT_SIDE and `max_steps` > 2, the last steps of `polar_express` are cut by
-        `_long_intervals`, the steps before as above: 2 + 2 + 4 for eight steps.
+        SMALL_SHORT_SIDE, the steps of `polar_express` after the fourth are cut into intervals of
+        at most MAX_LATE_INTERVAL: 2 + 2 + 4 for eight steps. They grow rounding errors less.
         """
         length = min(max_steps, self._max_interval(dtype, n))
         half = dtype == F16
         total = len(self.triples)
-        # Large matrices in fp16, up to five steps
+        # Large matrices in fp16, up to five steps. Careful: cut as if the first interval had one
+        # step more
         careful = half and length == 3 and not self.cubic and not _is_steady(self.triples)
-        late = half and n >= SMALL_SHORT_SIDE and self.triples == _beginning("polar_express", total)
-        tail = _long_intervals(self.triples, max_steps) if late else ()
-        total -= sum(tail)
-        # Careful: cut as if the first interval had one step more
-        count = math.ceil((total + careful) / length)
         # Rounding down gives the first intervals fewer steps, rounding up the last ones
         rounded = math.floor if careful or half and length == 2 else math.ceil
-        ends = [rounded(total * i / count) for i in range(count)]
-        ends += itertools.accumulate(tail, initial=total)
+        large = half and n >= SMALL_SHORT_SIDE and max_steps > 2
+        if large and _has_late_steps(self.triples):
+            late = total - FIRST_LATE_STEP
+            ends = _ends(FIRST_LATE_STEP, FIRST_LATE_STEP // 2, rounded)[:-1]
+            count = math.ceil(late / min(max_steps, MAX_LATE_INTERVAL))
+            ends += [FIRST_LATE_STEP + end for end in _ends(late, count, rounded)]
+        else:
+            ends = _ends(total, math.ceil((total + careful) / length), rounded)
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
 
     def _max_interval(self, dtype: torch.dtype, n: int) -> int:
@@ -501,29 +502,15 @@ def _is_steady(triples: tuple[Triple, ...]) -> bool:
     return any(triples == _beginning(name, len(triples)) for name in STEADY_SETS)
 
 
-@functools.lru_cache(maxsize=MAX_CACHED_SETS)
-def _long_intervals(triples: tuple[Triple, ...], max_steps: int) -> tuple[int, ...]:
-    """Return the lengths of the last restart intervals that have more than two steps, in order:
-    each as long as `max_steps`, FIRST_LONG_STEP and MAX_GROWTH allow, the last one first.
+def _has_late_steps(triples: tuple[Triple, ...]) -> bool:
+    """Whether these are more than five steps of `polar_express`: later ones may be cut longer."""
+    count = len(triples)
+    return count > MAX_STEPS_TWO_INTERVALS and triples == _beginning("polar_express", count)
 
-    The growth of an interval is the product of a^2 over its steps but the last: the factor by which
-    A <- P A P multiplies rounding errors of A where A is near 0 (docs/math.md, "Cuts of more than
-    five steps").
-    """
-    lengths = []
-    end = len(triples)
-    while True:
-        first = end - 1
-        growth = 1.0
-        while first > FIRST_LONG_STEP and end - first < max_steps:
-            growth *= triples[first - 1][0] ** 2
-            if growth > MAX_GROWTH:
-                break
-            first -= 1
-        if end - first <= 2:
-            return tuple(reversed(lengths))
-        lengths.append(end - first)
-        end = first
+
+def _ends(total: int, count: int, rounded: Callable[[float], int]) -> list[int]:
+    """Return [0, ..., total]: where `count` intervals of about equal length begin and end."""
+    return [rounded(total * i / count) for i in range(count + 1)]
 
 
 @functools.lru_cache(maxsize=MAX_CACHED_SETS)

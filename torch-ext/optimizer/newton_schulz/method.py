@@ -109,7 +109,7 @@ def restart_interval(
     - 3, as a rule: matrices then share launches with longer matrices of equal short side.
     - 2 for short sides from LARGE_SHORT_SIDE on, because 2 is more exact, unless 3 saves another
       twentieth.
-    - NO_RESTART where late intervals may be long (`Steps.intervals`; ten steps or more) and save
+    - NO_RESTART where late intervals may be long (`Steps.intervals`; eight steps or more) and save
       another twentieth: from aspect ratios a little above 2 on.
     - NO_RESTART for cubic steps (c = 0), always. The Gram iteration costs cubic steps no more, and
       the standard iteration would round a I + b A to 16 bits: that loses more of b A than of
