@@ -190,13 +190,15 @@ MAX_INTERVAL = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}
 MAX_INTERVAL_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
 # In fp32, for iterations of more than five cubic steps
 REPEATED_CUBIC = 4
-# Sets whose first interval of five steps has three in fp16, for short sides from SMALL_SHORT_SIDE on
+# Sets whose first interval may have three steps in fp16, for short sides from SMALL_SHORT_SIDE on,
+# in iterations of up to five steps
 STEADY_SETS = ("polar_express", "jordan", "deepseek_v4", "anvil")
 SMALL_SHORT_SIDE = 256
 # Longer schedules are cut into intervals of two steps in fp16: what leaves the range of the
-# polynomials grows with every further step, up to Inf (docs/math.md, "Cuts of more than five steps")
-MAX_STEPS_TWO_INTERVALS = 5
-# But of polar_express in fp16, steps from this one on, counted from 0, up to so many in an interval
+# polynomials grows with each further step, up to Inf (docs/math.md, "Cuts of more than five steps")
+MAX_STEPS_CUT_LONG = 5
+# But those of polar_express in fp16 into intervals of up to MAX_LATE_INTERVAL steps from this step
+# on, counted from 0
 FIRST_LATE_STEP = 4
 MAX_LATE_INTERVAL = 5
 
@@ -375,7 +377,7 @@ class Steps:
             # and a restart costs time.
             restarts = dtype == torch.float32 and len(self.triples) > longest
             return REPEATED_CUBIC if restarts else longest
-        short = n < SMALL_SHORT_SIDE or len(self.triples) > MAX_STEPS_TWO_INTERVALS
+        short = n < SMALL_SHORT_SIDE or len(self.triples) > MAX_STEPS_CUT_LONG
         return 2 if dtype == F16 and short else MAX_INTERVAL[dtype]
 
     def pairs(
@@ -505,7 +507,7 @@ def _is_steady(triples: tuple[Triple, ...]) -> bool:
 def _has_late_steps(triples: tuple[Triple, ...]) -> bool:
     """Whether these are more than five steps of `polar_express`: later ones may be cut longer."""
     count = len(triples)
-    return count > MAX_STEPS_TWO_INTERVALS and triples == _beginning("polar_express", count)
+    return count > MAX_STEPS_CUT_LONG and triples == _beginning("polar_express", count)
 
 
 def _ends(total: int, count: int, rounded: Callable[[float], int]) -> list[int]:
