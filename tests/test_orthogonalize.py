@@ -483,7 +483,7 @@ def test_a_cpu_does_no_more_than_plain_torch(polar, monkeypatch, shape):
 
 @pytest.mark.parametrize("ns_steps, dtype, most, lengths", [
     (1, F16, 100, [1]), (3, F16, 100, [3]), (4, F16, 100, [2, 2]), (5, F16, 100, [3, 2]), (5, F32, 100, [3, 2]),
-    (5, BF16, 100, [2, 2, 1]), (7, F16, 100, [3, 2, 2]), (10, F16, 100, [3, 2, 3, 2]), (5, F16, 1, [1] * 5),
+    (5, BF16, 100, [2, 2, 1]), (7, F16, 100, [1, 2, 2, 2]), (10, F16, 100, [2] * 5), (5, F16, 1, [1] * 5),
     (5, F16, 2, [1, 2, 2]), (4, F16, 2, [2, 2]), (5, F32, 2, [2, 2, 1]), (5, BF16, 3, [2, 2, 1])])
 def test_intervals_between_restarts(polar, ns_steps, dtype, most, lengths):
     """Longer intervals drift: in bf16, three steps of 1/k already explode."""
@@ -494,7 +494,7 @@ def test_intervals_between_restarts(polar, ns_steps, dtype, most, lengths):
 
 @pytest.mark.parametrize("ns_steps, small, other", [
     (1, [1], [1]), (2, [2], [2]), (3, [1, 2], [1, 2]), (4, [2, 2], [2, 2]), (5, [1, 2, 2], [2, 3]),
-    (6, [2, 2, 2], [2, 2, 2]), (7, [1, 2, 2, 2], [2, 2, 3]), (10, [2] * 5, [2, 3, 2, 3])])
+    (6, [2, 2, 2], [2, 2, 2]), (7, [1, 2, 2, 2], [1, 2, 2, 2]), (10, [2] * 5, [2] * 5)])
 def test_first_segments_are_short_in_fp16_but_for_large_matrices_of_steady_sets(polar, ns_steps, small, other):
     """After three steps the largest singular value may leave the range of the others (test_accuracy.py)."""
     steps, unknown = polar.steps_of("polar_express", ns_steps), polar.steps_of((3.0, -4.0, 2.0), ns_steps)

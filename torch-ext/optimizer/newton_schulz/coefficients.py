@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -190,14 +190,17 @@ MAX_INTERVAL = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}
 MAX_INTERVAL_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
 # In fp32, for iterations of more than five cubic steps
 REPEATED_CUBIC = 4
-# Sets whose first interval may have three steps in fp16, for short sides from SMALL_SHORT_SIDE on
+# Sets whose first interval may have three steps in fp16, for short sides from SMALL_SHORT_SIDE on,
+# in iterations of up to five steps
 STEADY_SETS = ("polar_express", "jordan", "deepseek_v4", "anvil")
 SMALL_SHORT_SIDE = 256
-# In fp16, late intervals of steady sets may have more than three steps, see `_long_intervals`: from
-# this step on, counted from 0, if they multiply rounding errors of A by at most MAX_GROWTH, half of
-# the inverse of the error of one rounding to fp16, 2^-11
-FIRST_LONG_STEP = 5
-MAX_GROWTH = 2.0**10
+# Longer schedules are cut into intervals of two steps in fp16: what leaves the range of the
+# polynomials grows with each further step, up to Inf (docs/math.md, "Cuts of more than five steps")
+MAX_STEPS_CUT_LONG = 5
+# But those of polar_express in fp16 into intervals of up to MAX_LATE_INTERVAL steps from this step
+# on, counted from 0
+FIRST_LATE_STEP = 4
+MAX_LATE_INTERVAL = 5
 
 
 def _with_safety(triple: Triple, s: float) -> Triple:
@@ -343,24 +346,26 @@ class Steps:
         - fp16, smaller n: 1 + 2 + 2. Errors weigh more the smaller n is. The longer intervals come
           last, because the first two steps have no `Pair`.
 
-        In fp16 with n >= SMALL_SHORT_SIDE and `max_steps` > 3, the last steps of STEADY_SETS are
-        cut by `_long_intervals`, the steps before as above: 3 + 2 + 5 for ten steps of
-        `polar_express`, 3 + 3 + 4 for `deepseek_v4`.
+        More than five steps are cut into intervals of at most two in fp16. With n >=
+        SMALL_SHORT_SIDE, the steps of `polar_express` after the fourth are cut into intervals of
+        at most MAX_LATE_INTERVAL: 2 + 2 + 4 for eight steps. They grow rounding errors less.
         """
         length = min(max_steps, self._max_interval(dtype, n))
         half = dtype == F16
-        # The choices below concern large matrices in fp16
-        large = half and length == 3 and not self.cubic
-        steady = large and _is_steady(self.triples)
-        tail = _long_intervals(self.triples, max_steps) if steady else ()
-        total = len(self.triples) - sum(tail)
-        careful = large and not steady
-        # Careful: cut as if the first interval had one step more
-        count = math.ceil((total + careful) / length)
+        total = len(self.triples)
+        # Large matrices in fp16, up to five steps. Careful: cut as if the first interval had one
+        # step more
+        careful = half and length == 3 and not self.cubic and not _is_steady(self.triples)
         # Rounding down gives the first intervals fewer steps, rounding up the last ones
         rounded = math.floor if careful or half and length == 2 else math.ceil
-        ends = [rounded(total * i / count) for i in range(count)]
-        ends += itertools.accumulate(tail, initial=total)
+        large = half and n >= SMALL_SHORT_SIDE and max_steps > 2
+        if large and _has_late_steps(self.triples):
+            late = total - FIRST_LATE_STEP
+            ends = _ends(FIRST_LATE_STEP, FIRST_LATE_STEP // 2, rounded)[:-1]
+            count = math.ceil(late / min(max_steps, MAX_LATE_INTERVAL))
+            ends += [FIRST_LATE_STEP + end for end in _ends(late, count, rounded)]
+        else:
+            ends = _ends(total, math.ceil((total + careful) / length), rounded)
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
 
     def _max_interval(self, dtype: torch.dtype, n: int) -> int:
@@ -372,7 +377,8 @@ class Steps:
             # and a restart costs time.
             restarts = dtype == torch.float32 and len(self.triples) > longest
             return REPEATED_CUBIC if restarts else longest
-        return 2 if dtype == F16 and n < SMALL_SHORT_SIDE else MAX_INTERVAL[dtype]
+        short = n < SMALL_SHORT_SIDE or len(self.triples) > MAX_STEPS_CUT_LONG
+        return 2 if dtype == F16 and short else MAX_INTERVAL[dtype]
 
     def pairs(
         self, dtype: torch.dtype = F16, max_steps: int = NO_RESTART, n: int = SMALL_SHORT_SIDE
@@ -498,29 +504,15 @@ def _is_steady(triples: tuple[Triple, ...]) -> bool:
     return any(triples == _beginning(name, len(triples)) for name in STEADY_SETS)
 
 
-@functools.lru_cache(maxsize=MAX_CACHED_SETS)
-def _long_intervals(triples: tuple[Triple, ...], max_steps: int) -> tuple[int, ...]:
-    """Return the lengths of the last restart intervals that have more than three steps, in order:
-    each as long as `max_steps`, FIRST_LONG_STEP and MAX_GROWTH allow, the last one first.
+def _has_late_steps(triples: tuple[Triple, ...]) -> bool:
+    """Whether these are more than five steps of `polar_express`: later ones may be cut longer."""
+    count = len(triples)
+    return count > MAX_STEPS_CUT_LONG and triples == _beginning("polar_express", count)
 
-    The growth of an interval is the product of a^2 over its steps but the last: the factor by which
-    A <- P A P multiplies rounding errors of A where A is near 0 (docs/math.md, "Cuts of more than
-    five steps").
-    """
-    lengths = []
-    end = len(triples)
-    while True:
-        first = end - 1
-        growth = 1.0
-        while first > FIRST_LONG_STEP and end - first < max_steps:
-            growth *= triples[first - 1][0] ** 2
-            if growth > MAX_GROWTH:
-                break
-            first -= 1
-        if end - first <= MAX_INTERVAL[F16]:
-            return tuple(reversed(lengths))
-        lengths.append(end - first)
-        end = first
+
+def _ends(total: int, count: int, rounded: Callable[[float], int]) -> list[int]:
+    """Return [0, ..., total]: where `count` intervals of about equal length begin and end."""
+    return [rounded(total * i / count) for i in range(count + 1)]
 
 
 @functools.lru_cache(maxsize=MAX_CACHED_SETS)

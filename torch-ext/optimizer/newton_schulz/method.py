@@ -29,7 +29,7 @@ MAX_SIDE_BY_SIDE_ELEMENTS = 160_000_000
 # steps and of longer ones in fp16, whose standard iteration has the larger errors (docs/math.md,
 # "Cuts of more than five steps"); and of a longer interval in percent of a shorter one
 MAX_COST = 90
-MAX_COST_LONG = 92
+MAX_COST_LONG = 94
 MAX_COST_OVER_GRAM = 95
 
 # Times of a CPU in fp32, counted in FLOPs of its products (docs/kernels.md): to mirror an element
@@ -104,12 +104,12 @@ def restart_interval(
     """Return the most steps between restarts for (n, m) matrices, n <= m, with products in `dtype`.
 
     1 is the standard iteration. The Gram iteration is chosen if it saves a tenth of the FLOPs, or
-    of more than five steps in fp16 a twelfth, with an interval of
+    of more than five steps in fp16 a sixteenth, with an interval of
 
     - 3, as a rule: matrices then share launches with longer matrices of equal short side.
     - 2 for short sides from LARGE_SHORT_SIDE on, because 2 is more exact, unless 3 saves another
       twentieth.
-    - NO_RESTART where late intervals may be long (`Steps.intervals`; ten steps or more) and save
+    - NO_RESTART where late intervals may be long (`Steps.intervals`; eight steps or more) and save
       another twentieth: from aspect ratios a little above 2 on.
     - NO_RESTART for cubic steps (c = 0), always. The Gram iteration costs cubic steps no more, and
       the standard iteration would round a I + b A to 16 bits: that loses more of b A than of
