@@ -194,11 +194,12 @@ REPEATED_CUBIC = 4
 # in iterations of up to five steps
 STEADY_SETS = ("polar_express", "jordan", "deepseek_v4", "anvil")
 SMALL_SHORT_SIDE = 256
-# Longer schedules are cut into intervals of two steps in fp16: what leaves the range of the
-# polynomials grows with each further step, up to Inf (docs/math.md, "Cuts of more than five steps")
+# Iterations of more steps are cut into intervals of two steps in fp16: a singular value that leaves
+# the range of the polynomials grows in each further step, up to Inf (docs/math.md, "Cuts of more
+# than five steps")
 MAX_STEPS_CUT_LONG = 5
-# But those of polar_express in fp16 into intervals of up to MAX_LATE_INTERVAL steps from this step
-# on, counted from 0
+# In fp16, such iterations of polar_express have intervals of up to MAX_LATE_INTERVAL steps from
+# this step on, counted from 0: a is smaller there
 FIRST_LATE_STEP = 4
 MAX_LATE_INTERVAL = 5
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -94,16 +94,8 @@ class Elementwise:
         """
         raise NotImplementedError
 
-    def step_quantized(
-        self,
-        W: Tensors,
-        G: Tensors,
-        states: Sequence[Tensors],
-        group: Mapping[str, Any],
-        scalars: torch.Tensor | None,
-    ) -> None:
-        """Compute `step` of the module for averages in 8 bits; arguments as there."""
-        raise NotImplementedError
+    # Of rules with `quantized`: `step` for averages in 8 bits (rule, W, G, states, group, scalars)
+    step_quantized: ClassVar[Callable[..., None] | None] = None
 
 
 ELEMENTWISE: dict[str, Elementwise] = {}  # name -> rule

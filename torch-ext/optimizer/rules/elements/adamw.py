@@ -52,6 +52,4 @@ class AdamW(Elementwise):
         )
         return of.averages[0]
 
-    def step_quantized(self, *arguments: Any) -> None:
-        """See `Elementwise.step_quantized`."""
-        step_adamw(self, *arguments)
+    step_quantized = step_adamw
