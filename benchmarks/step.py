@@ -24,8 +24,9 @@ the part of the optimizer's state on the GPU. Without a GPU, ranks are CPU proce
 
 Dion. `dion_muon` and `dion_normuon` are Muon and NorMuon of microsoft/dion, installed or in a checkout named by --path,
 on the same parameters and gradients, with the same arguments and with Dion's Triton kernels; with `_gram` it takes
-gram-newton-schulz in their place. What is not installed is left out, and a line says so. With TORCHDYNAMO_DISABLE=1
-nothing of Dion is compiled, which Dion recommends for CUDA graphs; rows are of "dion uncompiled" then.
+gram-newton-schulz in their place. A package that is not installed is left out, and a line says so. With
+TORCHDYNAMO_DISABLE=1 nothing of Dion is compiled, which Dion recommends for CUDA graphs; rows are of "dion uncompiled"
+then.
 """
 
 from __future__ import annotations

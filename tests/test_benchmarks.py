@@ -445,6 +445,16 @@ def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch
     assert "| 30m on fake, 100 steps | muon | 0.004, at the edge | 0.8000 | 3 | 1 |\n" in rates_page
 
 
+@pytest.mark.parametrize("script, arguments, cases", [
+    ("offload", ["--models", "tiny"], 4), ("averages", ["--small"], 12)])
+def test_state_on_the_host_and_in_8_bits_is_timed(script, arguments, cases, tmp_path):
+    """With the columns of the committed rows."""
+    run(f"{script}.py", *arguments, "--out", tmp_path / "table.csv")
+    found, committed = (path.read_text().splitlines() for path in (
+        tmp_path / "table.csv", FOLDER / "results" / f"{script}.csv"))
+    assert found[0] == committed[0] and len(found) == 1 + cases
+
+
 def test_parts_of_documents_and_dates_of_the_log(tmp_path, monkeypatch):
     documents, path = load("documents", monkeypatch), tmp_path / "page.md"
     path.write_text("a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n")
