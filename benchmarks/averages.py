@@ -1,6 +1,6 @@
 """AdamW with averages in fp32, bf16 and 8 bits, and torch's fused AdamW: ms of a step on one GPU; a CSV row each.
 
-    make build && LOCAL_KERNELS=org/optimizer=$PWD/build python benchmarks/averages.py
+    make build && python benchmarks/averages.py
 
 Times as in offload.py, behind 10 ms of products. `gb_moved`: what a step has to read and write. Without a GPU: --small,
 to try the script.
@@ -13,13 +13,17 @@ import gc
 import os
 import statistics
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
 
-sys.path[:0] = [os.path.dirname(os.path.abspath(__file__))]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
 from offload import CUDA, DEVICE, bytes_of_other_work, empty, other_work, sync, timed  # noqa: E402
 from rows import add_output, append  # noqa: E402
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={HERE.parent}")
 
 COLUMNS = ("commit gpu torch parameters elements case behind_ms idle_ms host_ms state_mib "
            "peak_over_weights_and_gradients_mib gb_moved gb_per_s").split()

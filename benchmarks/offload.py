@@ -1,6 +1,6 @@
 """Muon with state on the GPU, in 8 bits and in host memory on one GPU: times, memory and PCIe's rate; a CSV row each.
 
-    make build && LOCAL_KERNELS=org/optimizer=$PWD/build python benchmarks/offload.py --profile profile.txt
+    make build && python benchmarks/offload.py --profile profile.txt
 
 `in_a_row_ms`: a step of six in a row. `behind_ms`: a step behind 40 ms of products. `idle_ms`, `host_ms`: a step from
 an idle GPU, and the host's part. `pcie_floor_ms`: state over the rate of copies both ways at once, in pieces of 8 MiB.
@@ -22,15 +22,18 @@ import pstats
 import statistics
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [HERE]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
 import torch  # noqa: E402
 from models import shapes_of  # noqa: E402
 from rows import add_output, append  # noqa: E402
 from step import OTHER_WORK  # noqa: E402
 from torch import nn  # noqa: E402
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={HERE.parent}")
 
 LAYERS = {"gpt2_124m": 12, "qwen3_1p7b": 12, "llama3_8b": 4, "tiny": 2}
 CASES = ["muon", "muon_int8", "muon_offload", "muon_offload_launches_by_triton"]
