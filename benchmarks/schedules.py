@@ -4,15 +4,19 @@ packages. One CSV row for each measurement.
     make build && python benchmarks/schedules.py errors times peers
     ... errors --schedules polar_express:8 deepseek_v4:10 --shapes 512x2048
     ... times --stacks 2x3072x8192
+    ... errors times --schedules polar_express:5 --cuts 3+2 2+3 1+2+2
+    ... errors --momenta momenta.pt --schedules polar_express:5    of a training, {name: matrix} as torch.save writes it
     ... peers --peers torch.compile gns dion --jobs 8
 
 A cut is the steps of each restart interval, "3+5"; "1+1+1" is the standard iteration. "errors": cuts of a schedule over
-all spectra of tests/spectra.py, over matrices with two to four levels of singular values ("levels") and over noise plus
-one direction ("line"), relative to the same polynomials in fp64: a column for each kind, the largest of its matrices,
-and the largest of all. "times": the standard iteration and cuts with at most two, at most three and more steps, in
-turns by CUDA graph; the note says which one the package takes. "peers": the package beside torch.compile,
-gram-newton-schulz and Dion, with the same triples for all. Products of the package are in fp16, inputs in bf16 where
-nothing else is said. A missing peer leaves its fields empty, and the note says why.
+all spectra of tests/spectra.py, over matrices with two to four levels of singular values ("levels"), over noise plus
+one direction ("line"), and over 2 to 24 parallel rows with most of the norm above a flat floor ("parallel"), relative
+to the same polynomials in fp64: a column for each kind, the largest of its matrices, and the largest of all.
+`largest` is the largest singular value of a result, divided by that of the exact result. "times": the standard
+iteration and cuts with at most two, at most three and more steps, in turns by CUDA graph; the note says which one the
+package takes. "peers": the package beside torch.compile, gram-newton-schulz and Dion, with the same triples for all.
+Products of the package are in fp16, inputs in bf16 where nothing else is said. A missing peer leaves its fields empty,
+and the note says why.
 """
 
 from __future__ import annotations
@@ -39,8 +43,9 @@ from step import triton_version  # noqa: E402
 
 from tests.spectra import KINDS, spectrum  # noqa: E402
 
+MORE_KINDS = "levels", "line", "parallel", "momentum"
 COLUMNS = ("commit gpu what set steps implementation cut products n rows cols dtype run median_ms p20_ms p80_ms "
-           "error torch triton version note").split() + [f"error {kind}" for kind in (*KINDS, "levels", "line")]
+           "error largest torch triton version note").split() + [f"error {kind}" for kind in (*KINDS, *MORE_KINDS)]
 DEVICE = single.DEVICE
 LONGEST = 8  # steps of an interval that is tried
 SCHEDULES = [("polar_express", count) for count in range(6, 13)] + [("jordan", count) for count in range(6, 13)] + [
@@ -72,6 +77,8 @@ def arguments():
                         default=[(256, 1024), (512, 2048)], help="of errors, NxM with N <= M")
     parser.add_argument("--matrices", type=int, default=4, help="of each spectrum; 16 times as many levels and lines")
     parser.add_argument("--stacks", nargs="+", type=stack_of, default=STACKS, help="of times, NxRxC")
+    parser.add_argument("--cuts", nargs="+", type=cut_of, default=None, help="of errors and times, in place of many")
+    parser.add_argument("--momenta", default=None, help="of errors, a file {name: matrix} in place of the spectra")
     parser.add_argument("--peers", nargs="*", default=list(peers.POLAR), choices=list(peers.POLAR))
     parser.add_argument("--rounds", type=int, default=5, help="bursts of each competitor")
     parser.add_argument("--burst-ms", type=float, default=5.0, help="about how long a burst lasts")
@@ -87,6 +94,14 @@ def schedule_of(text: str) -> tuple[str, int]:
     if not count.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no SET:STEPS, as in polar_express:8")
     return name, int(count)
+
+
+def cut_of(text: str) -> tuple[int, ...]:
+    """The `type` of an option: "3+2" is (3, 2)."""
+    parts = text.split("+")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text} is no cut, as in 3+2")
+    return tuple(map(int, parts))
 
 
 class Package:
@@ -136,19 +151,55 @@ class Package:
 
 def errors(package, options):
     """Yield a row for each shape, schedule, input dtype and cut."""
-    for n, m in options.shapes:
-        kinds, matrices = matrices_of(n, m, options.matrices)
+    shapes = sorted(momenta_of(options.momenta)) if options.momenta else options.shapes
+    for n, m in shapes:
+        if options.momenta:
+            matrices = torch.stack(momenta_of(options.momenta)[n, m]).to(DEVICE)
+            kinds = {"momentum": slice(None)}
+        else:
+            kinds, matrices = matrices_of(n, m, options.matrices)
         for (name, count), (label, dtype) in itertools.product(options.schedules or SCHEDULES, INPUTS.items()):
             steps, X = package.steps(name, count), matrices.to(dtype)
             exact = composed(X, steps)
-            sizes = exact.norm(dim=(1, 2))
-            for cut in candidates(package, steps, n, m):
+            sizes, heights = exact.norm(dim=(1, 2)), largest_values(exact)
+            for cut in given_cuts(options.cuts, count) or candidates(package, steps, n, m):
                 O = package.orthogonalize(X, package.with_cut(steps, cut))
                 found = ((O.double() - exact).norm(dim=(1, 2)) / sizes).nan_to_num(float("inf")).cpu()
                 largest = {f"error {kind}": f"{found[place].max().item():.2e}" for kind, place in kinds.items()}
-                yield largest | dict(set=name, steps=count, implementation="ours", cut=text(cut), n=len(X), rows=n,
+                above = (largest_values(O) / heights).nan_to_num(float("inf")).max().item()
+                yield largest | dict(largest=f"{above:.4f}", set=name, steps=count, implementation="ours", cut=text(cut), n=len(X), rows=n,
                                      products=package.products(steps, cut), cols=m, dtype=label,
                                      error=f"{found.max().item():.2e}")
+
+
+def given_cuts(cuts, count: int) -> list[tuple[int, ...]]:
+    """The cuts of --cuts that have this number of steps."""
+    return [cut for cut in cuts or () if sum(cut) == count]
+
+
+def largest_values(O):
+    """The largest singular value of matrices (N, n, m), inf for those that are not finite. The Schatten norm of order
+    64: above it by the 64th root of the number of values that are about as large.
+    """
+    finite = O.isfinite().all(dim=2).all(dim=1)
+    X = torch.where(finite[:, None, None], O.double(), 0.0)
+    A, scale = X @ X.mT, 1.0
+    for power in range(5):  # A is (X X^T)^(2^power), divided by what `scale` says
+        norm = A.norm(dim=(1, 2), keepdim=True).clamp_min(1e-300)
+        scale = scale * norm.flatten() ** (0.5**power)
+        A = (A / norm) @ (A / norm)
+    values = (A.diagonal(dim1=1, dim2=2).sum(dim=1) ** (1 / 32) * scale).sqrt()
+    return torch.where(finite, values, float("inf"))
+
+
+@functools.cache
+def momenta_of(path):
+    """{(n, m): [matrix (n, m) in fp32, with elements of at most 1]} of a file, n <= m."""
+    found = {}
+    for matrix in torch.load(path, map_location="cpu").values():
+        matrix = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().mT
+        found.setdefault(tuple(matrix.shape), []).append(matrix / matrix.abs().max())
+    return found
 
 
 def candidates(package, steps, n, m) -> list[tuple[int, ...]]:
@@ -176,6 +227,7 @@ def matrices_of(n, m, count):
         noise = torch.randn(16 * count, n, m, dtype=torch.float64) / (n**0.5 + m**0.5)
         ratios = torch.logspace(0, 2.5, 16 * count, dtype=torch.float64)[:, None, None]
         parts["line"] = noise + ratios / (n * m) ** 0.5
+        parts["parallel"] = torch.stack([of_parallel_rows(n, m) for _ in range(16 * count)])
     ends = list(itertools.accumulate(map(len, parts.values())))
     kinds = {kind: slice(end - len(part), end) for (kind, part), end in zip(parts.items(), ends)}
     return kinds, torch.cat([part / part.abs().amax(dim=(1, 2), keepdim=True) for part in parts.values()]).float()
@@ -189,6 +241,17 @@ def of_levels(n, m):
     values = heights[(torch.arange(n)[:, None] >= ends).sum(dim=1)]
     left, right = (torch.linalg.qr(torch.randn(side, n, dtype=torch.float64))[0] for side in (n, m))
     return (left * values) @ right.mT
+
+
+def of_parallel_rows(n, m):
+    """A matrix of 2 to 24 almost parallel rows with most of the norm over a flat floor, in fp64."""
+    floor = 10 ** -float(1.1 + 0.8 * torch.rand((), device="cpu"))
+    X = floor * torch.linalg.qr(torch.randn(m, n, dtype=torch.float64))[0].mT
+    count = int(torch.randint(2, 25, (), device="cpu"))
+    weights = 1 + 0.1 * torch.randn(count, 1, dtype=torch.float64)
+    line = torch.randn(m, dtype=torch.float64)
+    X[:count] += weights / weights.norm() * line / line.norm()
+    return X
 
 
 def composed(X, steps):
@@ -212,6 +275,7 @@ def times(package, options):
         n, m = sorted(shape[1:])
         cuts = {(1,) * count: None}
         cuts |= {package.cut(steps, n, m, most): None for most in (2, 3, package.coefficients.NO_RESTART)}
+        cuts = dict.fromkeys(given_cuts(options.cuts, count)) or cuts
         calls = {}
         for cut in cuts:
             call = functools.partial(package.orthogonalize, X, package.with_cut(steps, cut), torch.empty_like(X))

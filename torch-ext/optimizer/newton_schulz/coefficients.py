@@ -192,7 +192,7 @@ MAX_INTERVAL_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
 REPEATED_CUBIC = 4
 # Sets whose first interval may have three steps in fp16, for short sides from SMALL_SHORT_SIDE on,
 # in iterations of up to five steps
-STEADY_SETS = ("polar_express", "jordan", "deepseek_v4", "anvil")
+STEADY_SETS = ("jordan",)
 SMALL_SHORT_SIDE = 256
 # Iterations of more steps are cut into intervals of two steps in fp16: a singular value that leaves
 # the range of the polynomials grows in each further step, up to Inf (docs/math.md, "Cuts of more
@@ -341,11 +341,11 @@ class Steps:
         Five steps are cut, with `max_steps` >= 3:
 
         - fp32: 3 + 2. bf16: 2 + 2 + 1.
-        - fp16, n >= SMALL_SHORT_SIDE: 3 + 2 for STEADY_SETS, 2 + 3 for further coefficients. The
-          first steps grow X and rounding errors the most; after three, singular values may lie
-          beyond the range of the next polynomials.
-        - fp16, smaller n: 1 + 2 + 2. Errors weigh more the smaller n is. The longer intervals come
-          last, because the first two steps have no `Pair`.
+        - fp16, n >= SMALL_SHORT_SIDE: 2 + 3, of STEADY_SETS 3 + 2. The first steps grow X and
+          rounding errors the most; after three, singular values may lie beyond the range of the
+          next polynomials, which those of STEADY_SETS do not (docs/math.md).
+        - fp16, smaller n: 1 + 2 + 2, as for every n with `max_steps` = 2. Errors weigh more the
+          smaller n is. The longer intervals come last, because the first two steps have no `Pair`.
 
         More than five steps are cut into intervals of at most two in fp16. With n >=
         SMALL_SHORT_SIDE, the steps of `polar_express` after the fourth are cut into intervals of

@@ -106,9 +106,8 @@ def restart_interval(
     1 is the standard iteration. The Gram iteration is chosen if it saves a tenth of the FLOPs, or
     of more than five steps in fp16 a sixteenth, with an interval of
 
-    - 3, as a rule: matrices then share launches with longer matrices of equal short side.
-    - 2 for short sides from LARGE_SHORT_SIDE on, because 2 is more exact, unless 3 saves another
-      twentieth.
+    - 2, which is more exact: for five steps of a named set in fp16 up to an aspect ratio of 1.75.
+    - 3 if it saves another twentieth.
     - NO_RESTART where late intervals may be long (`Steps.intervals`; eight steps or more) and save
       another twentieth: from aspect ratios a little above 2 on.
     - NO_RESTART for cubic steps (c = 0), always. The Gram iteration costs cubic steps no more, and
@@ -130,7 +129,7 @@ def restart_interval(
     }
     best = 1
     first = MAX_COST_LONG if dtype == F16 and len(steps.triples) > 5 else MAX_COST
-    for max_steps in (2, 3, NO_RESTART) if n >= LARGE_SHORT_SIDE else (3, NO_RESTART):
+    for max_steps in (2, 3, NO_RESTART):
         if 100 * costs[max_steps] <= (first if best == 1 else MAX_COST_OVER_GRAM) * costs[best]:
             best = max_steps
     slow = on_cpu and _cpu_cost(n, m, steps, dtype, best) > 0.9 * _cpu_cost(n, m, steps, dtype, 1)
