@@ -17,18 +17,26 @@ def standard(X: torch.Tensor, steps, dtype: torch.dtype) -> torch.Tensor:
     return X
 
 
-def gram(X: torch.Tensor, steps, dtype: torch.dtype, most: int = 100) -> torch.Tensor:
-    """Gram Newton-Schulz as in Dao-AILab's package, with the restarts that `steps` asks for, and step by step."""
+def gram(X: torch.Tensor, steps, dtype: torch.dtype, most: int = 100, halves: bool = False) -> torch.Tensor:
+    """Gram Newton-Schulz as in Dao-AILab's package, with the restarts that `steps` asks for, and step by step.
+
+    halves: one half of each n x n product is computed and mirrored, as by kernels of symmetric products. Rounded
+    factors do not commute, so the mirrored product of a matrix with a kernel has none any more.
+    """
     X = _normalised(X, dtype)
+
+    def square(product):
+        return _rounded(product.tril() + product.tril(-1).mT if halves else product, dtype)
+
     for interval in steps.intervals(dtype, most, len(X)):
-        R, Q = _rounded(X @ X.mT, dtype), None
+        R, Q = square(X @ X.mT), None
         for number, (a, b, c) in enumerate(interval, start=1):
-            Z = _rounded(b * R + c * (R @ R), dtype)
+            Z = square(b * R + c * (R @ R))
             one = torch.eye(len(R), device=R.device)
-            Q = _rounded(Z + a * one if Q is None else a * Q + Q @ Z, dtype)
+            Q = square(Z + a * one if Q is None else a * Q + Q @ Z)
             if number < len(interval):
-                RZ = _rounded(a * R + R @ Z, dtype)
-                R = _rounded(a * RZ + Z @ RZ, dtype)
+                RZ = square(a * R + R @ Z)
+                R = square(a * RZ + Z @ RZ)
         X = _rounded(Q @ X, dtype)
     return X
 

@@ -68,7 +68,10 @@ def errors(polar, X, name, dtype, monkeypatch, forms=(1, 3)):
         everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about, most=most: most)
         paths.forget(polar, monkeypatch)
         ours, one = polar.orthogonalize(X.float(), name, dtype=dtype), most == 1
-        theirs = references.standard(short, steps, dtype) if one else references.gram(short, steps, dtype, most)
+        # Three steps after a restart multiply what mirrored halves leave in a kernel: both have it then
+        halves = dtype == F16 and most == 3 and [len(part) for part in steps.intervals(dtype, most)] == [2, 3]
+        theirs = (references.standard(short, steps, dtype) if one else
+                  references.gram(short, steps, dtype, most, halves))
         theirs = theirs if short is X else theirs.mT
         yield tuple(((O.double() - target).norm() / target.norm()).item() for O in (ours, theirs))
 
@@ -81,7 +84,7 @@ def check_no_larger(pairs, dtype):
 
 @pytest.fixture
 def as_large(part, monkeypatch):
-    """Small matrices are cut as large ones are: 3 + 2 in fp16."""
+    """Small matrices are cut as large ones are: 2 + 3 or 3 + 2 in fp16."""
     everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
 
 
@@ -114,9 +117,13 @@ def test_error_of_at_most_two_steps_between_restarts_is_no_larger_than_the_refer
 @pytest.mark.parametrize("where", ["products", "chip"])
 @pytest.mark.parametrize("name, dtype", SETS, ids=str)
 def test_error_of_the_kernels_is_no_larger_than_the_reference(
-        part, polar, device, monkeypatch, momentum, as_large, where, name, dtype):
-    """On a GPU, or in the interpreter, which has no bf16."""
+        part, polar, device, monkeypatch, momentum, where, name, dtype):
+    """On a GPU, or in the interpreter, which has no bf16. As large matrices are cut; on chip, where all are small, no
+    set is cut 2 + 3.
+    """
     tile_config = part("kernels.launch.tile_config")
+    small = where == "chip" and name == "polar_express"
+    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 256 if small else 0)
     take("triton", monkeypatch)
     if paths.INTERPRETED and dtype == BF16:
         pytest.skip("the interpreter multiplies bf16 wrongly")
@@ -126,7 +133,7 @@ def test_error_of_the_kernels_is_no_larger_than_the_reference(
         for question in ("supports", "follows"):
             monkeypatch.setattr(part("kernels.onchip.polar"), question, lambda *about: False)
     torch.manual_seed(0)
-    forms = {"products": (1, 3), "chip": (3,)}  # of a long side of more than 128
+    forms = {"products": (1, 3), "chip": (2 if small else 3,)}  # of a long side of more than 128
     matrices = [spectrum(kind, 96, 288) for kind in KINDS] + [M for M in momentum if max(M.shape) > 128][:4]
     with tile_config.force(tile_config.Tile(128, 128, 64, 8, 2, 8)):
         pairs = [pair for M in matrices for pair in usual_errors(polar, M.to(device), name, dtype, monkeypatch,
@@ -162,11 +169,12 @@ def test_no_singular_value_leaves_the_range_of_later_steps(polar, device, monkey
         assert error.norm() <= 0.06 * target.norm(), ratio
 
 
-@pytest.mark.parametrize("name, count", [("polar_express", 6), ("polar_express", 7), ("qwen3_8", 8),
-                                         ("polar_express", 9), ("polar_express", 11), ("polar_express", 12),
-                                         ("jordan", 8), ("deepseek_v4", 10)])
+@pytest.mark.parametrize("name, count", [
+    ("polar_express", 5), ("jordan", 5), ("quintic", 5), ("cans", 5), ("polar_express_nanochat", 5),
+    ("polar_express", 6), ("polar_express", 7), ("qwen3_8", 8), ("polar_express", 9), ("polar_express", 11),
+    ("polar_express", 12), ("jordan", 8), ("deepseek_v4", 10)])
 @pytest.mark.parametrize("most", [3, 100])
-def test_a_few_heavy_rows_spoil_no_long_schedule(polar, monkeypatch, as_large, name, count, most):
+def test_a_few_heavy_rows_spoil_no_schedule(polar, monkeypatch, as_large, name, count, most):
     """A row with much of the norm has rounding errors in A as large as the floor. With a first interval of three steps
     singular values left the range of the next steps, and grew to Inf.
     """

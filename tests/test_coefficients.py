@@ -73,18 +73,19 @@ def test_a_pair_is_found_where_the_steps_begin_as_a_set_does(steps):
     """Also of triples that are given by hand; elsewhere A has another range."""
     named = steps.steps_of("polar_express")
     given = steps.steps_of(named.triples, 5)
-    assert given.pairs() == named.pairs() and None not in named.pairs()
-    assert steps.steps_of(steps.SETS["jordan"][0], 5).pairs() == steps.steps_of("jordan").pairs() != (None, None)
+    assert given.pairs(n=1) == named.pairs(n=1) and None not in named.pairs(n=1)[1:]
+    jordan = steps.steps_of("jordan").pairs()
+    assert steps.steps_of(steps.SETS["jordan"][0], 5).pairs() == jordan and None not in jordan
     moved = named.triples[1:] + named.triples[:1]
-    assert steps.steps_of(moved, 5).pairs() == (None, None)
-    assert steps.Steps(named.triples, aol=True).pairs() == (None, None)
+    assert steps.steps_of(moved, 5).pairs(n=1) == (None, None, None)
+    assert steps.Steps(named.triples, aol=True).pairs(n=1) == (None, None, None)
     assert steps.steps_of("turbo").pairs()[0] is None and steps.Steps(steps.SETS["turbo"]).pairs()[1] is None
 
 
 def test_only_products_in_fp16_take_pairs(steps):
     named = steps.steps_of("polar_express")
     assert [[p is not None for p in named.pairs(torch.float16, n)] for n in (1, 2, 3)] == [
-        [False] * 5, [False, True, True], [True, True]]
+        [False] * 5, [False, True, True], [False, True]]
     for dtype in (torch.float32, torch.bfloat16):
         assert not any(named.pairs(dtype, 2)) and not any(named.pairs(dtype))
 
@@ -105,8 +106,9 @@ def test_the_four_products(part, device, monkeypatch, path, n):
     torch.testing.assert_close(S[0].cpu().double(), exact, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("most, made", [(1, 5), (2, 9), (3, 12)])
-def test_products_of_an_iteration(part, monkeypatch, most, made):
+@pytest.mark.parametrize("name, most, made", [
+    ("polar_express", 1, 5), ("polar_express", 2, 9), ("polar_express", 3, 13), ("jordan", 3, 12)])
+def test_products_of_an_iteration(part, monkeypatch, name, most, made):
     """In fp16 a pair takes four, and with a step before it one more."""
     everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
     iteration, polar, counts = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
@@ -115,7 +117,7 @@ def test_products_of_an_iteration(part, monkeypatch, most, made):
         monkeypatch, iteration, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more))
     )
     everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
-    polar.orthogonalize(torch.randn(24, 24), dtype=torch.float16)
+    polar.orthogonalize(torch.randn(24, 24), name, dtype=torch.float16)
     assert len(counts) == made
 
 
@@ -199,12 +201,14 @@ def test_cuts_of_long_schedules(steps, name, count):
     assert max(lengths(iteration, F16, 3)) <= 3
 
 
-def test_rounding_leaves_the_range_of_no_long_schedule(steps):
+def test_rounding_leaves_the_range_of_no_schedule(steps):
     """Q of an interval is computed from a rounded A, and X is not. A rounding of A moves its eigenvalues by at most
-    2^-11 of the largest one: by half as much again, no singular value leaves the range of the later intervals.
+    2^-11 of the largest one: by half as much again, no singular value leaves the range of the later intervals. Five
+    steps of other sets bear less; leaving its range, `jordan` grows slowly.
     """
     for (name, iteration), most in itertools.product(schedules(steps), (2, 3, 100)):
-        if len(iteration.triples) <= 5 or iteration.cubic or iteration.aol:
+        count = len(iteration.triples)
+        if count < 5 or count == 5 and name not in ("polar_express", "quintic") or iteration.cubic or iteration.aol:
             continue
         parts, largest = iteration.intervals_with_pairs(F16, most, 256), 1.0
         for number, part in enumerate(parts):
@@ -213,7 +217,7 @@ def test_rounding_leaves_the_range_of_no_long_schedule(steps):
             reached = torch.cat([x * factor_of(x * x + sign * error, *part) for sign in (-1, 1)]).abs()
             for later in parts[number + 1:]:
                 reached *= factor_of(reached * reached, *later)
-            assert reached.max() <= 1.5, (name, len(iteration.triples), most, number)
+            assert reached.max() <= 1.5, (name, count, most, number)
             largest = (x * factor_of(x * x, *part)).max()
 
 
@@ -231,7 +235,7 @@ def test_up_to_five_steps_are_cut_alike_whatever_is_allowed(steps):
     for name, iteration in schedules(steps):
         if len(iteration.triples) <= 5 and not iteration.cubic:
             assert iteration.intervals(F16, 3) == iteration.intervals(F16, 100), name
-    assert lengths(steps.steps_of("polar_express")) == lengths(steps.steps_of("jordan")) == [3, 2]
+    assert lengths(steps.steps_of("polar_express")) == [2, 3] and lengths(steps.steps_of("jordan")) == [3, 2]
 
 
 @pytest.mark.parametrize("alpha", [1, 2, 4, 8])
@@ -255,17 +259,21 @@ def test_longer_intervals_cost_no_more_for_long_matrices_and_more_steps_cost_mor
 
 def test_long_intervals_are_taken_for_long_matrices(part, steps):
     """Eight, nine, eleven and twelve steps of polar_express save a twentieth by intervals of more than three steps; no
-    other schedule takes them. Of more than five steps square matrices take the Gram iteration in fp16, too.
+    other schedule takes them. Of more than five steps square matrices take the Gram iteration in fp16, too. Five steps
+    with pairs restart twice up to an aspect ratio of 1.75.
     """
     method = part("newton_schulz.method")
     for name, iteration in schedules(steps):
         count, chosen = len(iteration.triples), {}
-        for alpha in (1, 2, 2.5, 4, 8):
+        for alpha in (1, 1.5, 1.7, 1.8, 2, 2.5, 4, 8):
             chosen[alpha] = method.restart_interval(1024, int(alpha * 1024), iteration)
         long = name in ("polar_express", "qwen3_8") and count in (8, 9, 11, 12)
-        assert [chosen[alpha] for alpha in (4, 8)] == [100 if long or iteration.cubic else 3] * 2 or count < 3
+        three = 3 if iteration.intervals(F16, 3) != iteration.intervals(F16, 2) else 2
+        assert [chosen[alpha] for alpha in (4, 8)] == [100 if long or iteration.cubic else three] * 2 or count < 3
+        if name == "polar_express" and count == 5:
+            assert [chosen[alpha] for alpha in (1, 1.5, 1.7, 1.8, 2, 4)] == [2, 2, 2, 3, 3, 3]
         if count > 5:
-            assert chosen[1] == 3 and method.restart_interval(4096, 4096, iteration) == 2
+            assert chosen[1] == method.restart_interval(4096, 4096, iteration) == 2
             assert method.restart_interval(1024, 1024, iteration, F32) == 1
 
 
@@ -334,7 +342,8 @@ def test_numbers_are_fitted(optimizer, steps, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     found = [re.fullmatch(r"polar_express (\d): Pair(.*),  # (.*)", line).groups() for line in lines]
     assert [at for at, *_ in found] == ["1", "3"]
-    for (_, numbers, error), (_, first, second, largest) in zip(found, tool.pairs_of(steps.steps_of("polar_express"))):
+    pairs = sorted(tool.pairs_of(steps.steps_of("polar_express")))
+    for (_, numbers, error), (_, first, second, largest) in zip(found, pairs):
         A = torch.linspace(0, largest**2, 10_001, dtype=torch.float64)
         exact = of_two(A, first, second)
         pair = steps.Pair(*ast.literal_eval(numbers))

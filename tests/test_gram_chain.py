@@ -110,7 +110,7 @@ def test_factors_do_not_depend_on_the_default_dtype(resident, part):
 def test_who_goes_through_it(resident, part, monkeypatch):
     everywhere(monkeypatch, resident, "architecture", lambda kind, index: "sm90")
     everywhere(monkeypatch, resident, "knows_triton", lambda: True)
-    (three, pair), (two, last) = intervals(part, "polar_express", count=5)
+    (three, pair), (two, last) = intervals(part, "jordan", count=5)
 
     def fits(N, n, interval, pair, dtype=F16):
         pitch = n + -n % 64

@@ -41,7 +41,7 @@ def main() -> None:
     for name in options.sets:
         known = {}
         for count in options.steps if name in steps.ANY_LENGTH else [len(steps.SETS[name])]:
-            for at, first, second, largest in pairs_of(steps.steps_of(name, count)):
+            for at, first, second, largest in sorted(pairs_of(steps.steps_of(name, count))):
                 if at not in known:
                     known[at] = fit(first, second, MARGIN * largest**2)
                     print(f"{name} {at}: Pair{known[at][1]},  # {known[at][0]:.1e}", flush=True)

@@ -80,6 +80,9 @@ def cut(
     MAX_SLOWDOWN of the best; without, only the time counts.
     """
     nbytes_of = _WorkspaceBytes(rounds, workspace_for)
+    # Most of a limit far above what a single bucket needs has no use: fractions of it would, too
+    while 2 * nbytes_of(rounds) <= rank_bytes:
+        rank_bytes //= 2
     best = _fill(rounds, nbytes_of, rank_bytes)
     choice = [1, 0, 0]  # fraction of the limit, rounds of the first bucket, rounds of the last
     if predicted_end is None or len(rounds) == 1:
