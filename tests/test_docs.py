@@ -30,8 +30,8 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [p.relative_to(ROOT).as_posix() for p in [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]]
 RUN = ["README.md", "docs/checkpoint.md", "docs/groups.md", "docs/learning_rates.md", "docs/memory.md",
-       "docs/metrics.md", "docs/migration.md", "docs/modes.md", "docs/qk_clip.md", "docs/scaling.md", "docs/units.md",
-       "docs/walk.md"]  # of others: compiled
+       "docs/metrics.md", "docs/migration.md", "docs/modes.md", "docs/qk_clip.md", "docs/rules.md", "docs/scaling.md",
+       "docs/units.md", "docs/walk.md"]  # of others: compiled
 
 FENCE = re.compile(r"^```(?:(python)(?: ranks=(\d+))?)?[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")

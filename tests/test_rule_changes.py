@@ -255,11 +255,29 @@ def test_a_change_of_the_momentum_and_back_begins_from_zero(optimizer):
     assert torch.allclose(muon.state[params[0]]["momentum_buffer"], expected)
 
 
-def test_state_of_muon_by_name_loads_into_a_rule(optimizer):
-    saved = optimizer.Muon(weights(), rule="muon")
+@pytest.mark.parametrize("kind, rule, has_state", [("Muon", "hyperball", True), ("NorMuon", None, True),
+                                                   ("Muon", "scion", False), ("Muon", None, False)])
+def test_state_of_muon_by_name_loads_into_a_rule(kind, rule, has_state, optimizer, tmp_path):
+    """Which stays that of the group, with the options of the checkpoint. A file lacks no key of the state."""
+    def made():
+        return getattr(optimizer, kind)([("weight", p) for p in weights()], **{"rule": rule} if rule else {})
+
+    saved = optimizer.Muon([("weight", p) for p in weights()], rule="muon", lr=0.03)
     fill(saved.param_groups[0]["params"])
     saved.step()
-    optimizer.Muon(weights(), rule="hyperball").load_state_dict(saved.state_dict())
+    optimizer.export_state(saved, tmp_path / "state")
+    by_dict, by_file = made(), made()
+    by_dict.load_state_dict(saved.state_dict())
+    if has_state:
+        with pytest.raises(ValueError, match="but its state here is"):
+            optimizer.import_state(by_file, tmp_path / "state")
+    else:
+        optimizer.import_state(by_file, tmp_path / "state")
+    for muon in [by_dict] if has_state else [by_dict, by_file]:
+        (group,) = muon.param_groups
+        assert (part("rules.rule").rule_of(group).name, group["lr"]) == (rule or kind.lower(), 0.03)
+        fill(group["params"])
+        muon.step()
 
 
 def test_a_pickle_finds_its_rule_in_another_process(optimizer, tmp_path):

@@ -1,14 +1,24 @@
-"""benchmarks/trajectories.py: packages that are installed step as this one does, with the arguments mapped."""
+"""benchmarks/trajectories.py: other packages step as this one does, with the arguments mapped.
+
+OPTIMIZER_PEERS names the packages that must be there, as in CI, each with =DIR if it is a checkout.
+"""
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 STEPS = 50
+PEERS = ("torch_elementwise", "keller_jordan", "normuon", "adamuon", "muon_plus", "scion", "emerging_optimizers",
+         "megatron", "timm", "pytorch_optimizer", "heavyball", "dion", "muonium", "nanochat", "modded_nanogpt")
+REQUIRED = {name: folder for name, _, folder in
+            (entry.partition("=") for entry in os.environ.get("OPTIMIZER_PEERS", "").split())}
 
 
 @pytest.fixture
@@ -39,14 +49,43 @@ def test_a_wrong_mapping_is_seen(trajectories, monkeypatch):
     assert row["agrees"] is False and float(row["deviation"]) > 1e-4 and row["reason"] == "another momentum"
 
 
-@pytest.mark.parametrize("name", ["torch_elementwise", "keller_jordan", "scion", "emerging_optimizers", "megatron",
-                                  "timm", "pytorch_optimizer", "heavyball", "dion", "muonium"])
-def test_an_installed_package_takes_the_same_steps(name, trajectories):
-    # After more steps, the sign of an update near 0 decides a cautious decay of Dion's: docs/peers.md
-    for row in trajectories.compared(name, None, trajectories.STEPS if name == "dion" else STEPS):
-        if row["agrees"] == "":
-            pytest.skip(row["reason"])
-        assert row["agrees"] == (float(row["deviation"]) <= 1e-5) and (row["agrees"] or row["reason"]), row
+def test_an_element_that_one_decays_is_told_from_another_mask(trajectories):
+    """Only where an update is 0 within rounding: where all elements decay is seen still."""
+    import torch
+
+    small, large = 1e-8, 4e-3
+    theirs = torch.tensor([small, -2e-4, small, large, large])
+    ours = torch.tensor([2e-4, small, -small, large - 2e-4, -large])
+    assert trajectories.decayed_by_one(theirs, ours).tolist() == [True, True, False, False, False]
+    cautious = trajectories.ours(decay="cautious", **trajectories.OPTIONS)
+    case = trajectories.Case("muon", "", trajectories.ours(**trajectories.OPTIONS), cautious, cautious=True)
+    assert trajectories.difference(case, 3)[0] > 100 * trajectories.TOLERANCE
+    case = dataclasses.replace(case, theirs=cautious)
+    assert trajectories.difference(case, 3) == (0, 0)
+
+
+def test_the_workflow_has_every_peer(trajectories):
+    """torch is there in every job, and nothing is compared with motif."""
+    assert {*PEERS} == trajectories.PEERS.keys() - {"torch", "motif"}
+    root = FOLDER.parent
+    job = yaml.safe_load((root / ".github" / "workflows" / "test.yml").read_text())["jobs"]["peers"]
+    installed = next(step["env"]["OPTIMIZER_PEERS"].split() for step in job["steps"] if "env" in step)
+    checkouts = [line.split() for line in (root / "requirements" / "peer_checkouts.txt").read_text().splitlines()]
+    assert sorted(PEERS) == sorted([*installed, *(name for name, _, _ in checkouts)])
+    assert all(re.fullmatch("[0-9a-f]{40}", commit) for _, _, commit in checkouts)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_package_takes_the_same_steps(name, trajectories):
+    assert REQUIRED.keys() <= {*PEERS}
+    folder = Path(REQUIRED[name]).resolve() if REQUIRED.get(name) else None
+    for row in trajectories.compared(name, folder, STEPS):
+        if "case" not in row:
+            (pytest.fail if name in REQUIRED else pytest.skip)(row["reason"])
+        elif row["agrees"] == "":
+            assert row["reason"], row
+        else:
+            assert row["agrees"] == (float(row["deviation"]) <= 1e-5) and (row["agrees"] or row["reason"]), row
 
 
 def test_a_peer_that_is_not_there_is_a_row_with_the_reason(trajectories, tmp_path):

@@ -36,6 +36,7 @@ from .state_dict import (
     check_state,
     options_of,
     with_momentum_steps,
+    with_own_rule,
     with_saved_rule,
 )
 
@@ -462,6 +463,7 @@ def _saved_group(
     own_names = [[names[p] for p in entry["params"]] for entry in own]
     params = own_names[number]
     options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
+    options = with_own_rule(options, group)
     rule = with_saved_rule(group, options)
     for param, name, split in zip(group["params"], params, splits_of(group)):
         if name in states:

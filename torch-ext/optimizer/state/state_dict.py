@@ -35,6 +35,7 @@ from ..rules.rule import (
     WIDE_KEYS,
     all_state_keys,
     group_state_dtype,
+    rule_of,
     state_device_and_dtype,
     state_shape,
 )
@@ -159,6 +160,7 @@ class Loading:
             return None
         groups = [with_function(number, *pair) for number, pair in enumerate(zip(groups, self.own))]
         groups = list(map(with_momentum_steps, groups, self.own))
+        groups = list(map(with_own_rule, groups, self.own))
         states = {key: without_holes(state) for key, state in loaded["state"].items()}
         loaded = {**loaded, "param_groups": groups, "state": states}
         self.restored = restore(loaded, self.own, self.options)
@@ -481,6 +483,16 @@ def _checked(
 def with_saved_rule(group: dict, saved: dict) -> dict:
     """Return `group` with the options of the saved group on which the keys of state depend."""
     return {**group, **{key: saved[key] for key in OPTIONAL_KEYS if key in saved}}
+
+
+def with_own_rule(saved: dict, own: dict) -> dict:
+    """Return the options `saved` with the rule of the own group in place of "muon", whose state
+    every rule takes: the name alone would make the own group one of Muon.
+    """
+    if not own["use_muon"] or saved.get("rule") != "muon" or rule_of(own).name == "muon":
+        return saved
+    options = {key: value for key, value in saved.items() if key != "rule"}
+    return {**options, "rule": own["rule"]} if own.get("rule") else options
 
 
 def with_momentum_steps(saved: dict, own: dict) -> dict:
