@@ -120,6 +120,18 @@ def test_ways_of_one_bucket(what, stacks, tmp_path):
     assert all(float(row["median_us"]) > 0 for row in rows)
 
 
+def test_cuts_on_momenta_of_a_training(tmp_path):
+    momenta, out = tmp_path / "momenta.pt", tmp_path / "schedules.csv"
+    run("momenta.py", "--size", "tiny", "--at", 1, 3, "--eager", "--out", momenta)
+    run("schedules.py", "errors", "--momenta", momenta, "--schedules", "polar_express:5", "--cuts", "3+2", "1+2+2",
+        "--commit", "abc", "--out", out)
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["rows"], row["cols"], row["n"]) for row in rows} == {("64", "64", "8"), ("64", "192", "6")}
+    assert [row["cut"] for row in rows] == ["3+2", "1+2+2"] * 4
+    assert all(row["error"] == row["error momentum"] and .9 < float(row["largest"]) < 1.1 for row in rows)
+
+
 def test_schedules(tmp_path):
     """Cuts of a schedule with their errors and times, and the package beside a peer that is not installed."""
     out = tmp_path / "schedules.csv"
