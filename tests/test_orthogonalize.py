@@ -427,9 +427,9 @@ def test_the_iteration_that_is_taken(part, polar):
     steps, other = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5)
     for n in (100, 300, 4096):
         sides = [n, n * 5 // 4, n * 4 // 3, n * 3 // 2, 4 * n]
-        assert [method.restart_interval(n, m, steps) for m in sides] == [2] * 4 + [2 if n == 100 else 3]
+        assert [method.restart_interval(n, m, steps) for m in sides] == [3 if n == 100 else 2] * 4 + [3]
         assert [method.restart_interval(n, m, steps, F32) for m in sides] == [1, 1, 3, 3, 3]
-        assert [method.restart_interval(n, m, other) for m in sides] == [1, 1] + ([1, 2, 2] if n == 100 else [3] * 3)
+        assert [method.restart_interval(n, m, other) for m in sides] == [1, 1, 1 if n == 100 else 3, 3, 3]
         assert [method.restart_interval(n, m, steps, BF16) == 1 for m in sides] == [True, True, True, False, False]
         assert method.restart_interval(n, n, polar.steps_of("cubic")) > 5
         assert method.restart_interval(n, 9 * n, polar.steps_of("jordan", 1)) == 1

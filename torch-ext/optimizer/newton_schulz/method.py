@@ -107,7 +107,7 @@ def restart_interval(
     of more than five steps in fp16 a sixteenth, with an interval of
 
     - 2, which is more exact: for five steps of a named set in fp16 up to an aspect ratio of 1.75.
-    - 3 if it saves another twentieth.
+    - 3 if it saves another twentieth, or has the cuts of 2.
     - NO_RESTART where late intervals may be long (`Steps.intervals`; eight steps or more) and save
       another twentieth: from aspect ratios a little above 2 on.
     - NO_RESTART for cubic steps (c = 0), always. The Gram iteration costs cubic steps no more, and
@@ -123,15 +123,15 @@ def restart_interval(
         return NO_RESTART
     key = min(n, SMALL_SHORT_SIDE)
     # Whole numbers, in percent: exact, so that all ranks decide alike
-    costs = {
-        max_steps: _cost(n, m, _launches(steps, dtype, max_steps, key))
-        for max_steps in (1, 2, 3, NO_RESTART)
-    }
+    made = {i: _launches(steps, dtype, i, key) for i in (1, 2, 3, NO_RESTART)}
+    costs = {max_steps: _cost(n, m, counts) for max_steps, counts in made.items()}
     best = 1
     first = MAX_COST_LONG if dtype == F16 and len(steps.triples) > 5 else MAX_COST
     for max_steps in (2, 3, NO_RESTART):
         if 100 * costs[max_steps] <= (first if best == 1 else MAX_COST_OVER_GRAM) * costs[best]:
             best = max_steps
+    if best == 2 and made[2] == made[3]:
+        best = 3  # the same cuts: most numbers of steps have one batch key then
     slow = on_cpu and _cpu_cost(n, m, steps, dtype, best) > 0.9 * _cpu_cost(n, m, steps, dtype, 1)
     return 1 if slow else best
 
