@@ -11,7 +11,6 @@ import torch
 
 from tests.paths import quiet, take
 from tests.ranks import part
-from tests.test_quantized_adamw import averages_of
 
 pytestmark = quiet
 
@@ -29,33 +28,41 @@ def fused(x, y, z):
 
 @pytest.fixture
 def fuses(monkeypatch):
-    """Let the interpreter round `tl.fma` once, and the launcher believe in a GPU of NVIDIA."""
+    """Let the interpreter round `tl.fma` once. Return a function that chooses the path of NVIDIA's GPUs or the other,
+    and the instructions of NVIDIA's that ran.
+    """
     from triton.runtime import interpreter
+
+    ran = []
 
     def create_fma(self, x, y, z):
         return interpreter.TensorHandle(fused(*numpy.broadcast_arrays(x.data, y.data, z.data)), z.dtype.scalar)
 
     def create_inline_asm(self, text, constraints, values, *_):
         assert text.startswith("rcp.approx.ftz.f32 ")
+        ran.append(text)
         found = interpreter.TensorHandle(1 / values[0].data, values[0].dtype.scalar)
         return types.SimpleNamespace(get_result=lambda _: found)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", create_inline_asm)
-    monkeypatch.setattr(part("kernels.quantized.adamw"), "is_nvidia", lambda device: True)
+    adamw = part("kernels.quantized.adamw")
+    return lambda choice: monkeypatch.setattr(adamw, "is_nvidia", lambda device: choice), ran
 
 
 # name: (columns, factor of rows, of gradients, decay, eps, root of the correction of v)
 CASES = {
-    "usual": (192, 1.0, 1.0, 0, 1e-8, 0.7), "odd": (70, 1.0, 1.0, 1, 1e-8, 0.03), "least": (64, 1e-25, 1e-38, 2, 1e-15, 1.0),
-    "small": (130, 1e-12, 1e-24, 0, 1e-8, 0.9), "large": (128, 1e7, 1e8, 1, 1e-3, 0.1),
+    "usual": (192, 1.0, 1.0, 0, 1e-8, 0.7), "odd": (70, 1.0, 1.0, 1, 1e-8, 0.03),
+    "least": (64, 1e-25, 1e-38, 2, 1e-15, 1.0), "small": (130, 1e-12, 1e-24, 0, 1e-8, 0.9),
+    "large": (128, 1e4, 1e4, 1, 1e-3, 0.1),
     "beyond": (128, 1e16, 1e19, 0, 1e-8, 0.7), "no eps": (64, 1.0, 1.0, 2, 0.0, 0.7),
 }
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", CASES)
-def test_without_branches_the_kernel_has_the_bits_of_torch(case, fuses, monkeypatch):
+def test_without_branches_the_kernel_has_the_same_bits(case, fuses, monkeypatch):
+    choose, ran = fuses
     columns, size, of_gradients, decay, eps, correction = CASES[case]
     adamw, blocks, squares = (part(f"kernels.quantized.{name}") for name in ("adamw", "blocks", "squares"))
     torch.manual_seed(0)
@@ -69,12 +76,14 @@ def test_without_branches_the_kernel_has_the_bits_of_torch(case, fuses, monkeypa
     m[::14], v[::14], start[1::14] = 0, 0, 0.0
     factors = torch.tensor([0.99, 0.01, 0.2, correction])
     constants, results = adamw.Constants.of(0.9, 0.95, eps, decay), []
-    for path in ("torch", "triton"):
-        take(path, monkeypatch)
+    take("triton", monkeypatch)
+    for choice in (False, True):
+        choose(choice)
         w, own = start.clone(), adamw.Averages(m.clone(), v.clone(), ms.clone(), vs.clone())
         for _ in range(2):
             adamw.step(w, g, own, factors, constants, None, first if decay == 2 else None)
         results.append([w, *own])
+        assert bool(ran) == (choice and case not in ("beyond", "no eps"))
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 

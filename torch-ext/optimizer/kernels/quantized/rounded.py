@@ -4,10 +4,10 @@
 fp32's range. The branches of a thread run one after another, and no instruction moves across them.
 Their other path is an approximation by the GPU, which fused multiply-adds correct. The functions
 here compute that path alone, in the same operations, for operands of which the caller knows the
-range. tools/rounded_on_gpu.py compares them with `sqrt_rn` and `div_rn`.
+range. tests/test_rounded.py compares them with `sqrt_rn` and `div_rn`.
 
-The approximation of a reciprocal has to be the GPU's own. From the inverse root squared, as near
-as it is, one in 2^46 quotients is rounded to the wrong side.
+The approximation of a reciprocal has to be the GPU's own. From the square of the inverse root, as
+near as that is, quotients of some divisors close to a power of 2 were rounded to the wrong side.
 """
 
 from __future__ import annotations
