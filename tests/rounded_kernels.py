@@ -61,8 +61,8 @@ def wrong_roots(tile=1024, mantissas=MANTISSAS, device="cuda"):
 
 
 def wrong_quotients(tile=1024, mantissas=MANTISSAS, samples=1 << 30, device="cuda"):
-    """(divisors whose reciprocal is not the nearest number, wrong quotients of these, of random numbers, and below
-    2^-126). With the nearest reciprocal a quotient is right by a theorem of Markstein.
+    """(divisors whose reciprocal is not the nearest number, wrong quotients of these, of random numbers, and from 2^-126
+    on). With the nearest reciprocal a quotient is right by a theorem of Markstein.
     """
     found = torch.zeros(MANTISSAS, dtype=torch.int8, device=device)
     reciprocals_kernel[mantissas // tile, 1, 1](found, TILE=tile, **OPTIONS)
@@ -70,6 +70,6 @@ def wrong_quotients(tile=1024, mantissas=MANTISSAS, samples=1 << 30, device="cud
     counts = torch.zeros(3, dtype=torch.int32, device=device)
     if len(divisors):
         dividends_kernel[len(divisors[:1000]) * (MANTISSAS // tile), 1, 1](counts, divisors, TILE=tile, **OPTIONS)
-    for i, ranges in enumerate([(-60, 120, 24, 40), (-69, 30, 60, 60)]):
+    for i, ranges in enumerate([(-60, 120, 24, 40), (-69, 30, 20, 37)]):
         quotients_kernel[samples // tile, 1, 1](counts[i + 1:], 5 + i, *ranges, TILE=tile, **OPTIONS)
     return [len(divisors), *counts.tolist()]

@@ -88,6 +88,25 @@ def test_without_branches_the_kernel_has_the_same_bits(case, fuses, monkeypatch)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.interpreter
+def test_subnormal_updates_are_rounded_once(fuses, monkeypatch):
+    """By `div_rn`: the shorter path rounds a subnormal quotient twice."""
+    choose, ran = fuses
+    adamw, blocks, squares = (part(f"kernels.quantized.{name}") for name in ("adamw", "blocks", "squares"))
+    torch.manual_seed(0)
+    g = torch.zeros(64, 64)
+    (m, ms), (v, vs) = blocks.quantize(torch.randn(64, 64) * 1e-27), squares.quantize(torch.randn(64, 64) ** 2)
+    constants, results = adamw.Constants.of(0.9, 0.95, 1e11, 0), []
+    take("triton", monkeypatch)
+    for choice in (False, True):
+        choose(choice)
+        w, own = torch.zeros(64, 64), adamw.Averages(m.clone(), v.clone(), ms.clone(), vs.clone())
+        adamw.step(w, g, own, torch.tensor([1.0, 0.0, 1.0, 0.5]), constants)
+        results.append([w, *own])
+    assert not ran and 0 < w.abs().max() < 2.0**-126
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.gpu
 def test_roots_and_quotients_are_correctly_rounded():
     """All roots; all quotients of divisors whose reciprocal is not the nearest number, and random ones."""

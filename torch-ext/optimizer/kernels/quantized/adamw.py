@@ -14,10 +14,10 @@ scale, and keep their numbers.
 [Note: ranges]
 On NVIDIA's GPUs a tile takes one of two paths with equal bits. The usual one rounds roots and
 quotients by the functions of rounded.py, which need operands in the middle of fp32's range. Powers
-of two move them there, and change no bit: v times 2^90, m and its divisor times 2^80. Any m below
-2^40 and any v below 2^34 then fit, subnormal ones and 0 as well, with an eps from 2^-56 to 2^40 and
-a root of the correction of v from 2^-14 on. Other tiles take `sqrt_rn` and `div_rn`: so do NaN, Inf
-and an eps of 0. Other devices take these alone.
+of two move them there, and change no bit: v times 2^90, m and its divisor times 2^80. Any m of 0 or
+from 2^-86 to 2^40 and any v below 2^34 then fit, with an eps from 2^-56 to 2^40 and a root of the
+correction of v from 2^-14 on. The divisor of m is below 2^41 then, and no update is subnormal. Other
+tiles take `sqrt_rn` and `div_rn`: so do NaN, Inf and an eps of 0. Other devices take these alone.
 """
 
 from __future__ import annotations
@@ -271,10 +271,13 @@ def _adamw_kernel(
     m = m + (g - m) * one_minus_beta1
     v = v * beta2 + g * one_minus_beta2 * g
     if FUSES:  # see [Note: ranges]
-        most_m = tl.max(tl.abs(m).to(tl.uint32, bitcast=True), axis=1, keep_dims=True)
+        magnitudes = tl.abs(m).to(tl.uint32, bitcast=True)
+        most_m = tl.max(magnitudes, axis=1, keep_dims=True)
+        # Of 0, 1 less is the largest integer
+        least_m = tl.min(magnitudes - 1, axis=1, keep_dims=True)
         most_v = tl.max(v.to(tl.uint32, bitcast=True), axis=1, keep_dims=True)
-        # 2^40 and 2^34, as integers: NaN is larger
-        beyond = (most_m >= 0x53800000) | (most_v >= 0x50800000)
+        # 2^40, 2^34 and 2^-86, as integers: NaN is larger
+        beyond = (most_m >= 0x53800000) | (most_v >= 0x50800000) | (least_m < 0x147FFFFF)
         fits = (eps >= 1.3877787807814457e-17) & (eps < 1099511627776.0)
         fits = fits & (correction >= 6.103515625e-05) & (correction <= 1.0)
         if fits & (tl.max(tl.max(beyond.to(tl.int32), axis=0), axis=0) == 0):
