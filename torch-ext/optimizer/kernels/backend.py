@@ -99,6 +99,12 @@ def _triton_runs_on(kind: str, index: int | None) -> bool:
 
 
 @functools.cache
+def is_nvidia(device: torch.device) -> bool:
+    """Say whether `device` is a GPU of NVIDIA."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+@functools.cache
 def has_pdl(device: torch.device) -> bool:
     """Say whether `device` supports programmatic dependent launch: NVIDIA GPUs from sm90 on.
 

@@ -10,6 +10,14 @@ Rounded to the nearest, a small `exp_avg` that shrinks by beta1 would become the
 and move its weight for ever. So an element whose gradient is exactly 0 is rounded towards zero. Not
 if it equals its number but for SLACK: in a row without any gradient all elements shrink with the
 scale, and keep their numbers.
+
+[Note: ranges]
+On NVIDIA's GPUs a tile takes one of two paths with equal bits. The usual one rounds roots and
+quotients by the functions of rounded.py, which need operands in the middle of fp32's range. Powers
+of two move them there, and change no bit: v times 2^90, m and its divisor times 2^80. Any m of 0 or
+from 2^-86 to 2^40 and any v below 2^34 then fit, with an eps from 2^-56 to 2^40 and a root of the
+correction of v from 2^-14 on. The divisor of m is below 2^41 then, and no update is subnormal. Other
+tiles take `sqrt_rn` and `div_rn`: so do NaN, Inf and an eps of 0. Other devices take these alone.
 """
 
 from __future__ import annotations
@@ -19,20 +27,25 @@ from typing import NamedTuple
 
 import torch
 
-from ..backend import use_triton
+from ..backend import is_nvidia, use_triton
 from ..elementwise.weight_update import CAUTIOUS, TO_INITIAL
 from ..launch.jit import jit, launch_key
 from ..weights.split import joined_tile, split_tile, wide_weight, write_weight
 from . import blocks, squares
 from .blocks import BLOCK, dequantized_tile, quantized_tile
+from .rounded import quotient_tile, reciprocal_tile, root_tile
 from .squares import dequantized_squares_tile, squares_tile
 
 tl = None  # Triton's language, put here by jit
 
-TILE = 4096  # elements of a program
+TILE = 1024  # elements of a program
+ACCESS = 4  # elements of a thread side by side: the bytes of an average lie as fp32 weights do
+BLOCKS_OF_LAUNCH = 2**31  # the kernel counts blocks in 32 bits
 # Elements that the torch path holds in fp32 at a time, on CPUs and elsewhere
 SLICE, SLICE_OF_DEVICE = 1 << 18, 1 << 24
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+# Of contiguous tensors: the path of tiles that hardly occur would take registers from all
+OPTIONS_OF_NVIDIA = {**OPTIONS, "maxnreg": 80}
 SLACK = 0.999  # see [Note: elements without gradient]
 
 
@@ -111,19 +124,27 @@ def _launch(
     initial: torch.Tensor | None,
 ) -> None:
     """Launch `_adamw_kernel` on tensors (R, C)."""
-    rows, columns = w.shape
-    is_split = rest is not None
-    if is_split:
+    if rest is not None:
         w = w.view(torch.int16)
     # Placeholders, which the kernel does not read
     tensors = [w, w if rest is None else rest, g, w if initial is None else initial, *averages]
-    strides = [t.stride(0) for t in tensors]
+    columns = w.shape[1]
+    of_row = blocks.block_count(columns)
+    # Then a row of the kernel is a block, and no index is divided
+    is_flat = columns % BLOCK == 0 and all(t.is_contiguous() for t in tensors)
     *numbers, decay = constants
-    chosen = (decay, is_split, BLOCK, TILE)
-    key = (*launch_key(*tensors, factors), *chosen)
-    programs = -(-rows * blocks.block_count(columns) // (TILE // BLOCK))
-    arguments = *tensors, *strides, factors, rows, columns, *numbers, *chosen
-    _adamw_kernel.launch(programs, key, *arguments, **OPTIONS)
+    fuses = is_nvidia(w.device)
+    options = OPTIONS_OF_NVIDIA if fuses and is_flat else OPTIONS
+    chosen = (decay, rest is not None, fuses, is_flat, ACCESS, BLOCK, TILE)
+    most = (BLOCKS_OF_LAUNCH - TILE) // of_row
+    for start in range(0, len(w), most):
+        some = [t[start : start + most] for t in tensors] if len(w) > most else tensors
+        strides = [BLOCK if is_flat else t.stride(0) for t in some]
+        count = len(some[0]) * of_row
+        key = (*launch_key(*some, factors), *chosen)
+        arguments = *some, *strides, factors, count if is_flat else len(some[0]), columns
+        programs = -(-count // (TILE // BLOCK))
+        _adamw_kernel.launch(programs, key, *arguments, *numbers, *chosen, **options)
 
 
 def _step_torch(
@@ -197,44 +218,84 @@ def _adamw_kernel(
     eps,
     DECAY: tl.constexpr,
     SPLIT: tl.constexpr,
+    FUSES: tl.constexpr,
+    FLAT: tl.constexpr,
+    ACCESS: tl.constexpr,
     LENGTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Compute `step` for a tile of TILE / LENGTH blocks, each a row of the tile. Strides: from row
-    to row, in elements.
+    to row, in elements. FUSES: whether on a GPU of NVIDIA. FLAT: whether all tensors are contiguous
+    and of whole blocks, which `rows` then counts. ACCESS: elements of a thread side by side.
     """
-    of_row = (columns + (LENGTH - 1)) // LENGTH
-    place = tl.program_id(0).to(tl.int64) * (TILE // LENGTH)
-    place += tl.arange(0, TILE // LENGTH)[:, None]
-    row = place // of_row
-    block = (place - row * of_row).to(tl.int32)
-    column = block * LENGTH + tl.arange(0, LENGTH)[None, :]
-    is_row = row < rows
-    inside = is_row & (column < columns)
-    w_at = weights + row * w_stride + column
-    rest_at = rests + row * rest_stride + column
-    m_at = m_numbers + row * m_stride + column
-    v_at = v_numbers + row * v_stride + column
-    m_scale_at = m_scales + row * m_scale_stride + block
-    v_scale_at = v_scales + row * v_scale_stride + block
+    block = tl.arange(0, TILE // LENGTH)[:, None]
+    column = tl.arange(0, LENGTH)[None, :]
+    if FLAT:
+        start = tl.program_id(0).to(tl.int64) * TILE
+        is_row = block < rows - tl.program_id(0) * (TILE // LENGTH)
+        inside = is_row & (column < LENGTH)
+        row = 0
+        column = block * LENGTH + column
+    else:
+        start = 0
+        of_row = (columns + (LENGTH - 1)) // LENGTH
+        block += tl.program_id(0) * (TILE // LENGTH)
+        row = block // of_row
+        block -= row * of_row
+        column += block * LENGTH
+        is_row = row < rows
+        inside = is_row & (column < columns)
+        row = row.to(tl.int64)
+    w_at = _places(weights + start, row, w_stride, column, FLAT, ACCESS)
+    rest_at = _places(rests + start, row, rest_stride, column, FLAT, ACCESS)
+    g_at = _places(gradients + start, row, g_stride, column, FLAT, ACCESS)
+    m_at = _places(m_numbers + start, row, m_stride, column, FLAT, ACCESS)
+    v_at = _places(v_numbers + start, row, v_stride, column, FLAT, ACCESS)
+    m_scale_at = _places(m_scales + start // LENGTH, row, m_scale_stride, block, FLAT, 1)
+    v_scale_at = _places(v_scales + start // LENGTH, row, v_scale_stride, block, FLAT, 1)
     # 0 beside the matrix: the scale of a block is its largest magnitude
-    g = tl.load(gradients + row * g_stride + column, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(g_at, mask=inside, other=0.0).to(tl.float32)
     m_scale = tl.load(m_scale_at, mask=is_row, other=0.0)
     v_scale = tl.load(v_scale_at, mask=is_row, other=0.0)
-    m = dequantized_tile(tl.load(m_at, mask=inside, other=0), m_scale)
-    v = dequantized_squares_tile(tl.load(v_at, mask=inside, other=0), v_scale)
-    m = m + (g - m) * one_minus_beta1
-    v = v * beta2 + g * one_minus_beta2 * g
-    root = tl.div_rn(tl.sqrt_rn(v), tl.load(factors + 3) + tl.zeros_like(v))
-    update = tl.div_rn(m, root + eps)
+    m = tl.load(m_at, mask=inside, other=0)
+    v = tl.load(v_at, mask=inside, other=0)
     if SPLIT:
         low = tl.load(rest_at, mask=inside, other=0)
         w = joined_tile(tl.load(w_at, mask=inside, other=0), low)
     else:
         w = tl.load(w_at, mask=inside, other=0.0).to(tl.float32)
     keep = tl.load(factors)
+    correction = tl.load(factors + 3)
+    m = dequantized_tile(m, m_scale)
+    v = dequantized_squares_tile(v, v_scale)
+    m = m + (g - m) * one_minus_beta1
+    v = v * beta2 + g * one_minus_beta2 * g
+    if FUSES:  # see [Note: ranges]
+        magnitudes = tl.abs(m).to(tl.uint32, bitcast=True)
+        most_m = tl.max(magnitudes, axis=1, keep_dims=True)
+        # Of 0, 1 less is the largest integer
+        least_m = tl.min(magnitudes - 1, axis=1, keep_dims=True)
+        most_v = tl.max(v.to(tl.uint32, bitcast=True), axis=1, keep_dims=True)
+        # 2^40, 2^34 and 2^-86, as integers: NaN is larger
+        beyond = (most_m >= 0x53800000) | (most_v >= 0x50800000) | (least_m < 0x147FFFFF)
+        fits = (eps >= 1.3877787807814457e-17) & (eps < 1099511627776.0)
+        fits = fits & (correction >= 6.103515625e-05) & (correction <= 1.0)
+        if fits & (tl.max(tl.max(beyond.to(tl.int32), axis=0), axis=0) == 0):
+            scaled = tl.fma(v, 1.2379400392853803e27, 7.888609052210118e-31)
+            update = _fast_update(m, scaled, correction, eps)
+            m_new, m_scale = _fast_numbers(m, g, most_m.to(tl.float32, bitcast=True))
+            v_new, v_scale = _fast_squares(v, scaled, most_v.to(tl.float32, bitcast=True))
+        else:
+            update = _update(m, v, correction, eps)
+            m_new, m_scale = _numbers(m, g)
+            v_new, v_scale = squares_tile(v)
+    else:
+        update = _update(m, v, correction, eps)
+        m_new, m_scale = _numbers(m, g)
+        v_new, v_scale = squares_tile(v)
     if DECAY == 2:  # TO_INITIAL
-        first = tl.load(initials + row * initial_stride + column, mask=inside, other=0.0)
+        first_at = _places(initials + start, row, initial_stride, column, FLAT, ACCESS)
+        first = tl.load(first_at, mask=inside, other=0.0)
         w = w - (w - first.to(tl.float32)) * tl.load(factors + 1)
     elif DECAY == 1:  # CAUTIOUS
         opposite = ((w > 0) & (m < 0)) | ((w < 0) & (m > 0))
@@ -248,12 +309,71 @@ def _adamw_kernel(
         tl.store(rest_at, low, mask=inside)
     else:
         tl.store(w_at, w.to(weights.dtype.element_ty), mask=inside)
-    numbers, m_scale = quantized_tile(m)
-    kept = tl.abs(dequantized_tile(numbers, m_scale)) * 0.999
+    tl.store(m_at, m_new, mask=inside)
+    tl.store(m_scale_at, m_scale, mask=is_row)
+    tl.store(v_at, v_new, mask=inside)
+    tl.store(v_scale_at, v_scale, mask=is_row)
+
+
+@jit
+def _places(start, row, stride, column, FLAT: tl.constexpr, ACCESS: tl.constexpr):
+    """Return pointers to elements of a tile."""
+    places = start + column if FLAT else start + row * stride + column
+    return tl.max_contiguous(places, (1, ACCESS))
+
+
+@jit
+def _update(m, v, correction, eps):
+    """Return the update of a tile, for any m and v."""
+    return tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), correction + tl.zeros_like(v)) + eps)
+
+
+@jit
+def _numbers(m, g):
+    """Return (numbers, scales) of a tile m, see [Note: elements without gradient]."""
+    numbers, scale = quantized_tile(m)
+    kept = tl.abs(dequantized_tile(numbers, scale)) * 0.999
     above = (g == 0) & (kept > tl.abs(m))
     sign = tl.where(numbers > 0, 1, tl.where(numbers < 0, -1, 0)).to(tl.int8)
-    tl.store(m_at, tl.where(above, numbers - sign, numbers).to(tl.int8), mask=inside)
-    tl.store(m_scale_at, m_scale, mask=is_row)
-    numbers, v_scale = squares_tile(v)
-    tl.store(v_at, numbers, mask=inside)
-    tl.store(v_scale_at, v_scale, mask=is_row)
+    return tl.where(above, numbers - sign, numbers).to(tl.int8), scale
+
+
+@jit
+def _fast_update(m, scaled, correction, eps):
+    """Return `_update`, see [Note: ranges]. `scaled`: v 2^90."""
+    # 2^-35: the quotient is 2^80 times that of unscaled numbers
+    small = correction * 2.9103830456733704e-11
+    divisor = quotient_tile(root_tile(scaled), small, reciprocal_tile(small))
+    divisor += eps * 1.2089258196146292e24
+    return quotient_tile(m * 1.2089258196146292e24, divisor, reciprocal_tile(divisor))
+
+
+@jit
+def _fast_numbers(m, g, largest):
+    """Return `_numbers` of m; `largest`: of each row."""
+    usable = largest > 1e-30
+    divisor = tl.where(usable, largest, 1.0)
+    inverse = quotient_tile(16129.0, divisor, reciprocal_tile(divisor))
+    inverse = tl.where(usable, inverse, 0.0)
+    scale = tl.where(usable, largest * 6.2000123e-05, 0.0)
+    magnitude = tl.abs(m)
+    # At least 2^-20 in place of 0: both become the number 0
+    square = tl.maximum(magnitude * inverse - 0.25, 9.5367431640625e-07)
+    number = (root_tile(square) + 0.5).to(tl.int32)
+    wide = number.to(tl.float32)
+    above = (g == 0) & (wide * wide * scale * 0.999 > magnitude)
+    number = tl.where(above, number - 1, number)
+    return tl.where(m < 0, 0 - number, number).to(tl.int8), scale
+
+
+@jit
+def _fast_squares(v, scaled, largest):
+    """Return `squares_tile` of v; `scaled`: v 2^90; `largest`: of each row."""
+    usable = largest > 1.1754943508222875e-38
+    divisor = tl.where(usable, largest * 1.2379400392853803e27, 1.0)
+    share = quotient_tile(scaled, divisor, reciprocal_tile(divisor)) * 4228250625.0
+    square = tl.maximum(root_tile(share + 0.5) - 0.75, 9.5367431640625e-07)
+    number = (root_tile(square) + 0.5).to(tl.int32)
+    # At least 1 above zero
+    number = tl.maximum(number, tl.minimum(v.to(tl.int32, bitcast=True), usable.to(tl.int32)))
+    return number.to(tl.uint8), tl.where(usable, largest, 0.0)

@@ -1,0 +1,116 @@
+"""Roots and quotients without branches, and the path of AdamW's kernel for 8-bit averages that takes them: on NVIDIA's
+GPUs, and with fused multiply-adds in the interpreter.
+"""
+from __future__ import annotations
+
+import types
+
+import numpy
+import pytest
+import torch
+
+from tests.paths import quiet, take
+from tests.ranks import part
+
+pytestmark = quiet
+
+
+def fused(x, y, z):
+    """x y + z of fp32 arrays, rounded once: the sum in fp64 is rounded to odd first."""
+    product, z = x.astype(numpy.float64) * y, z.astype(numpy.float64)
+    total = product + z
+    back = total - product
+    lost = (product - (total - back)) + (z - back)
+    is_even = (total.view(numpy.int64) & 1) == 0
+    toward = numpy.nextafter(total, numpy.where(lost > 0, numpy.inf, -numpy.inf))
+    return numpy.where(is_even & (lost != 0), toward, total).astype(numpy.float32)
+
+
+@pytest.fixture
+def fuses(monkeypatch):
+    """Let the interpreter round `tl.fma` once. Return a function that chooses the path of NVIDIA's GPUs or the other,
+    and the instructions of NVIDIA's that ran.
+    """
+    from triton.runtime import interpreter
+
+    ran = []
+
+    def create_fma(self, x, y, z):
+        return interpreter.TensorHandle(fused(*numpy.broadcast_arrays(x.data, y.data, z.data)), z.dtype.scalar)
+
+    def create_inline_asm(self, text, constraints, values, *_):
+        assert text.startswith("rcp.approx.ftz.f32 ")
+        ran.append(text)
+        found = interpreter.TensorHandle(1 / values[0].data, values[0].dtype.scalar)
+        return types.SimpleNamespace(get_result=lambda _: found)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", create_inline_asm)
+    adamw = part("kernels.quantized.adamw")
+    return lambda choice: monkeypatch.setattr(adamw, "is_nvidia", lambda device: choice), ran
+
+
+# name: (columns, factor of rows, of gradients, decay, eps, root of the correction of v)
+CASES = {
+    "usual": (192, 1.0, 1.0, 0, 1e-8, 0.7), "odd": (70, 1.0, 1.0, 1, 1e-8, 0.03),
+    "least": (64, 1e-25, 1e-38, 2, 1e-15, 1.0), "small": (130, 1e-12, 1e-24, 0, 1e-8, 0.9),
+    "large": (128, 1e4, 1e4, 1, 1e-3, 0.1),
+    "beyond": (128, 1e16, 1e19, 0, 1e-8, 0.7), "no eps": (64, 1.0, 1.0, 2, 0.0, 0.7),
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", CASES)
+def test_without_branches_the_kernel_has_the_same_bits(case, fuses, monkeypatch):
+    choose, ran = fuses
+    columns, size, of_gradients, decay, eps, correction = CASES[case]
+    adamw, blocks, squares = (part(f"kernels.quantized.{name}") for name in ("adamw", "blocks", "squares"))
+    torch.manual_seed(0)
+    shape = (48, columns)
+    rows = size ** torch.rand(48, 1)
+    (m, ms), (v, vs) = blocks.quantize(torch.randn(shape) * rows), squares.quantize((torch.randn(shape) * rows) ** 2)
+    g = torch.randn(shape) * of_gradients ** torch.rand(shape)
+    start, first = torch.randn(shape), torch.randn(shape)
+    # Without gradient, without weight, and never seen: all averages are 0
+    g[:, ::5], start[:, ::3], g[::7] = 0.0, 0.0, 0.0
+    m[::14], v[::14], start[1::14] = 0, 0, 0.0
+    factors = torch.tensor([0.99, 0.01, 0.2, correction])
+    constants, results = adamw.Constants.of(0.9, 0.95, eps, decay), []
+    take("triton", monkeypatch)
+    for choice in (False, True):
+        choose(choice)
+        w, own = start.clone(), adamw.Averages(m.clone(), v.clone(), ms.clone(), vs.clone())
+        for _ in range(2):
+            adamw.step(w, g, own, factors, constants, None, first if decay == 2 else None)
+        results.append([w, *own])
+        assert bool(ran) == (choice and case not in ("beyond", "no eps"))
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.interpreter
+def test_subnormal_updates_are_rounded_once(fuses, monkeypatch):
+    """By `div_rn`: the shorter path rounds a subnormal quotient twice."""
+    choose, ran = fuses
+    adamw, blocks, squares = (part(f"kernels.quantized.{name}") for name in ("adamw", "blocks", "squares"))
+    torch.manual_seed(0)
+    g = torch.zeros(64, 64)
+    (m, ms), (v, vs) = blocks.quantize(torch.randn(64, 64) * 2e-28), squares.quantize(torch.randn(64, 64) ** 2)
+    constants, results = adamw.Constants.of(0.9, 0.95, 1e11, 0), []
+    take("triton", monkeypatch)
+    for choice in (False, True):
+        choose(choice)
+        w, own = torch.zeros(64, 64), adamw.Averages(m.clone(), v.clone(), ms.clone(), vs.clone())
+        adamw.step(w, g, own, torch.tensor([1.0, 0.0, 1.0, 0.5]), constants)
+        results.append([w, *own])
+    assert not ran and 0 < w.abs().max() < 2.0**-126
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.gpu
+def test_roots_and_quotients_are_correctly_rounded():
+    """All roots; all quotients of divisors whose reciprocal is not the nearest number, and random ones."""
+    from tests import rounded_kernels
+
+    assert rounded_kernels.wrong_roots() == 0
+    assert rounded_kernels.wrong_quotients()[1:] == [0, 0, 0]
