@@ -61,8 +61,8 @@ def wrong_roots(tile=1024, mantissas=MANTISSAS, device="cuda"):
 
 
 def wrong_quotients(tile=1024, mantissas=MANTISSAS, samples=1 << 30, device="cuda"):
-    """(divisors whose reciprocal is not the nearest number, wrong quotients of these, of random numbers, and from 2^-126
-    on). With the nearest reciprocal a quotient is right by a theorem of Markstein.
+    """(divisors whose reciprocal is not the nearest number, wrong quotients of these, of random numbers, and of small
+    ones from 2^-126 on). With the nearest reciprocal a quotient is right by a theorem of Markstein.
     """
     found = torch.zeros(MANTISSAS, dtype=torch.int8, device=device)
     reciprocals_kernel[mantissas // tile, 1, 1](found, TILE=tile, **OPTIONS)

@@ -14,9 +14,9 @@ scale, and keep their numbers.
 [Note: ranges]
 On NVIDIA's GPUs a tile takes one of two paths with equal bits. The usual one rounds roots and
 quotients by the functions of rounded.py, which need operands in the middle of fp32's range. Powers
-of two move them there, and change no bit: v times 2^90, m and its divisor times 2^80. Any m of 0 or
-from 2^-86 to 2^40 and any v below 2^34 then fit, with an eps from 2^-56 to 2^40 and a root of the
-correction of v from 2^-14 on. The divisor of m is below 2^41 then, and no update is subnormal. Other
+of two move them there, and change no bit: v times 2^90, m and its divisor times 2^80. An m that is
+0 or from 2^-86 to 2^40 and any v below 2^34 then fit, with an eps from 2^-56 to 2^40 and a root of
+the correction of v from 2^-14 on: the divisor of m is below 2^40, and no update is subnormal. Other
 tiles take `sqrt_rn` and `div_rn`: so do NaN, Inf and an eps of 0. Other devices take these alone.
 """
 
