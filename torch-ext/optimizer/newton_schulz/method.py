@@ -131,7 +131,7 @@ def restart_interval(
         if 100 * costs[max_steps] <= (first if best == 1 else MAX_COST_OVER_GRAM) * costs[best]:
             best = max_steps
     if best == 2 and made[2] == made[3]:
-        best = 3  # the same cuts: most numbers of steps have one batch key then
+        best = 3  # the same cuts; a change of ns_steps then seldom changes the batch key
     slow = on_cpu and _cpu_cost(n, m, steps, dtype, best) > 0.9 * _cpu_cost(n, m, steps, dtype, 1)
     return 1 if slow else best
 

@@ -80,8 +80,10 @@ def cut(
     MAX_SLOWDOWN of the best; without, only the time counts.
     """
     nbytes_of = _WorkspaceBytes(rounds, workspace_for)
-    # Most of a limit far above what a single bucket needs has no use: fractions of it would, too
-    while 2 * nbytes_of(rounds) <= rank_bytes:
+    # A limit of twice the bytes of a single bucket is halved, so that fractions of it still divide
+    # the rounds, and a higher limit gives the same buckets
+    together = nbytes_of(rounds)
+    while 0 < 2 * together <= rank_bytes:
         rank_bytes //= 2
     best = _fill(rounds, nbytes_of, rank_bytes)
     choice = [1, 0, 0]  # fraction of the limit, rounds of the first bucket, rounds of the last
