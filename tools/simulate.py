@@ -155,8 +155,8 @@ def _layout(shape, mode, ranks, options):
 
 
 class FormerCuts(coefficients.Steps):
-    """Five steps cut as before CUTS_FROM: 3 + 2 for short sides from 256 on. (From 3072 on nearly square matrices were
-    cut 1 + 2 + 2, which has the FLOPs of 3 + 2.)
+    """Five steps cut as before CUTS_FROM: 3 + 2 for short sides from 256 on. Squares from 3072 on were cut 1 + 2 + 2
+    then, too, which is not told apart here: the same FLOPs, and 2 % less of expected time.
     """
 
     def intervals(self, dtype=coefficients.F16, max_steps=coefficients.NO_RESTART, n=coefficients.SMALL_SHORT_SIDE):
