@@ -195,6 +195,30 @@ def test_rows_from_before_pairs_are_planned_step_by_step(simulate):
     assert 9 * cost(64, 64, single) == 10 * cost(64, 64, paired)
 
 
+def test_rows_from_before_the_cuts_are_planned_with_theirs(simulate, tmp_path):
+    """Of a file with such rows those before them, whatever GPU they are of; 3 + 2 then, and squares with the others."""
+    method, options = part("newton_schulz.method"), simulate.arguments([])
+    now, former = (simulate.planned("tiny", "fsdp", 2, options, former_cuts=cuts)[2].steps for cuts in (False, True))
+    for shape, launches in (((768, 768), (3, 9)), ((768, 3072), (2, 13)), ((64, 64), (3, 9))):
+        made = [method.launches(*shape, steps) for steps in (now, former)]
+        expected = [launches, launches if shape[0] < 256 else (2, 12)]
+        assert [(counts["gram"], counts["symmetric"]) for counts in made] == expected
+    assert {method.restart_interval(768, m, former) for m in (768, 3072)} == {3}
+    path = tmp_path / "step.csv"
+    rows = [("2", simulate.PAIRS_FROM, "NVIDIA H200"), ("4", "a", "NVIDIA H200"), ("4", simulate.CUTS_FROM, "another"),
+            ("8", "b", "NVIDIA H200")]
+    path.write_text("\n".join([",".join([*KEYS, "gpu"]), *(
+        f"{ranks},fsdp,tiny,ours,muon,eager,9,1,,{commit},{gpu}" for ranks, commit, gpu in rows), ""]))
+    assert [(row["ranks"], row["former_cuts"]) for row in simulate.read_measured(path)] == [
+        ("2", True), ("4", True), ("8", False)]
+
+
+def test_slower_copies_lengthen_what_moves_memory_alone(simulate):
+    fast, slow = (planned(simulate, "qwen3_1p7b", "ddp", 1, "--layers", 1, "--copy-gbps", gbps)[1][0].times
+                  for gbps in (4300, 2150))
+    assert slow.apply == pytest.approx(2 * fast.apply, rel=1e-3) and fast.products < slow.products < 1.2 * fast.products
+
+
 def test_one_command_says_where_a_flat_exchange_stops_paying(simulate, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["simulate.py", "--models", "tiny", "--ranks", "8", "16", "64", "--layers", "20",
                                      "--message-us", "50", "--out", str(tmp_path)])

@@ -43,6 +43,7 @@ ARCH = "sm90"  # whose measured times are taken, of an H200
 PACE = pace.table(ARCH)
 RESULTS = ROOT / "benchmarks" / "results" / "step.csv"
 PAIRS_FROM = "6d124ed"  # the first rows of step.csv in which two steps were one
+CUTS_FROM = "d4255ba"  # and the first in which five steps were cut 1 + 2 + 2 or 2 + 3, in place of 3 + 2
 WORKSPACE = 2 << 30  # bytes, at most
 PLAIN = {"ddp": "exchange", "ddp_sharded": "own"}  # mode of plain parameters -> their route
 COLUMNS = ("model mode ranks shards exchange matrices buckets plan_s balance least_balance network_mb nvlink_mb "
@@ -97,6 +98,8 @@ def arguments(given=None):
     parser.add_argument("--run", default="graph", choices=["graph", "eager"], help="eager: the host's time counts too")
     parser.add_argument("--layers", type=int, default=None, help="layers in place of the model's own number")
     parser.add_argument("--heads", action="store_true", help="a matrix for each head, in the models of HEADS")
+    parser.add_argument("--copy-gbps", type=float, default=PACE["copy_gbps"], help="GB/s of a copy, read and written "
+                        "together (default: %(default)s, of an H200; of an H100 about 3000)")
     parser.add_argument("--measured", type=Path, default=RESULTS,
                         help="what benchmarks/step.py wrote, to fit to (default: the committed steps)")
     parser.add_argument("--out", type=Path, default=Path("scaling"), help="folder for scaling.csv and scaling.png")
@@ -151,9 +154,20 @@ def _layout(shape, mode, ranks, options):
     return layout.Layout(shape, boxes, tuple(map(tuple, replicas.values())), plain=mode in PLAIN)
 
 
-def planned(model, mode, ranks, options, pairs=True):
+class FormerCuts(coefficients.Steps):
+    """Five steps cut as before CUTS_FROM: 3 + 2 for short sides from 256 on. Squares from 3072 on were cut 1 + 2 + 2
+    then, too, which is not told apart here: the same FLOPs, and 2 % less of expected time.
+    """
+
+    def intervals(self, dtype=coefficients.F16, max_steps=coefficients.NO_RESTART, n=coefficients.SMALL_SHORT_SIDE):
+        if max_steps == 1 or n < coefficients.SMALL_SHORT_SIDE:
+            return super().intervals(dtype, max_steps, n)
+        return self.triples[:3], self.triples[3:]
+
+
+def planned(model, mode, ranks, options, pairs=True, former_cuts=False):
     """(layouts, buckets, cost model, seconds of planning); a mode whose copies work alone is planned for one copy.
-    Without `pairs` as before two steps were one.
+    Without `pairs` as before two steps were one, with `former_cuts` as before CUTS_FROM.
     """
     if mode == "hsdp_alone":
         mode, ranks = "hsdp", min(options.shards, ranks)
@@ -161,7 +175,10 @@ def planned(model, mode, ranks, options, pairs=True):
     steps = coefficients.steps_of("polar_express")
     if not pairs:  # coefficients that no set begins with
         steps = coefficients.steps_of([(a, b, c * (1 + 1e-12)) for a, b, c in steps.triples])
+    elif former_cuts:
+        steps = FormerCuts(steps.triples)
     times, start = pace.CostModel(steps, ARCH), time.perf_counter()
+    times.table = {**times.table, "copy_gbps": options.copy_gbps}
     buckets = plan.make_plan(layouts, times, {}, terms_of(times), rank_bytes=WORKSPACE, minimize_workspace=True,
                              plain=PLAIN.get(mode, "exchange"))
     return layouts, buckets, times, time.perf_counter() - start
@@ -337,18 +354,18 @@ def sums(buckets, ways, ranks) -> dict:
 
 def read_measured(path) -> list[dict]:
     """The newest row of each kind of step with Muon that this file can plan, of the GPU whose times are taken if there
-    is one; and whether its step took pairs: in a file without rows of PAIRS_FROM all did, since it was measured later
-    and by somebody else.
+    is one; and whether its step took pairs, and had the cuts before CUTS_FROM: in a file without rows of these commits
+    all took pairs and none had, since it was measured later and by somebody else.
     """
-    rows = read(path)
-    rows = [row for row in rows if row.get("gpu") == PACE["gpu"]] or rows
-    first = next((number for number, row in enumerate(rows) if row.get("commit") == PAIRS_FROM), 0)
+    rows = [*enumerate(read(path))]
+    pairs_from, cuts_from = (next((number for number, row in rows if row.get("commit") == commit), 0)
+                             for commit in (PAIRS_FROM, CUTS_FROM))
     newest = {}
-    for number, row in enumerate(rows):
+    for number, row in [(i, row) for i, row in rows if row.get("gpu") == PACE["gpu"]] or rows:
         known = row["mode"] in ("fsdp", "hsdp", "ddp", "ddp_sharded", "ep", "single") and row["model"] in MODELS
         if known and (row["implementation"], row["optimizer"]) == ("ours", "muon") and row["run"] != "replay":
             key = tuple(row[name] for name in ("model", "mode", "ranks", "run", "layers"))
-            newest[key] = row | {"pairs": number >= first}
+            newest[key] = row | {"pairs": number >= pairs_from, "former_cuts": number < cuts_from}
     return list(newest.values())
 
 
@@ -362,7 +379,8 @@ def fit(cluster, measured) -> dict:
         mode, ranks = row["mode"], int(row["ranks"])
         options.shards, options.expert_parallel = max(1, ranks // 2) if mode == "hsdp" else ranks, ranks
         mode = {"ep": "fsdp", "single": "ddp"}.get(mode, mode)
-        layouts, buckets, times, _ = planned(row["model"], mode, ranks, options, row["pairs"])
+        layouts, buckets, times, _ = planned(row["model"], mode, ranks, options, row["pairs"],
+                                            row["former_cuts"])
         ways = [[traffic(b, layouts, cluster, inbound) if b.route != "local" else None for inbound in (True, False)]
                 for b in buckets]
         device, _ = step_ms(buckets, ways, times, cluster, "flat")
