@@ -432,6 +432,12 @@ def resizes(self, O, units):
     return O
 
 
+def sends_other_shapes(self, O, units):
+    fill(units)
+    units.sent["size"] = torch.ones(O.shape[0], O.shape[1], 1)
+    return O
+
+
 WRONG = {
     "a tensor on itself": ({"after": keeps, "sends": {}, "write": None}, ValueError, "keeps 'last' on itself"),
     "another shape": ({"before": lambda self, U, units: U[:, :-1]}, ValueError, "before returned"),
@@ -447,6 +453,12 @@ WRONG = {
     "a name of another rule": ({"name": "muon"}, ValueError, "has the name of a rule of"),
     "state of another shape": ({"after": replaces}, ValueError, "state 'of_rows' was replaced: change it in place"),
     "state that is resized": ({"after": resizes}, ValueError, "state 'of_rows' was replaced: change it in place"),
+    "numbers of another shape": ({"after": sends_other_shapes}, ValueError, r"sent\['size'\] was replaced: change it in"),
+    "the momentum in place": ({"update": lambda self, G, M, numbers: (G, M.mul_(0.9).add_(G))}, ValueError,
+                              "update changes M in place"),
+    "the weight in place": ({"write": lambda self, W, O, *others: W.sub_(O)}, ValueError, "write changes W in place"),
+    "one state": ({"state": 3}, TypeError, "`state` is 3, but must be a tuple of State"),
+    "names of options": ({"options": ["clip"]}, TypeError, "`options` is .'clip'., but must be a dict of defaults"),
     "an error": ({"before": lambda self, U, units: U @ U}, ValueError, "fails in a trial on small tensors"),
 }
 
@@ -470,7 +482,7 @@ def told_on_rank(rank, world, changes):
 def test_a_rule_that_communicates_is_refused(optimizer):
     for told in run_ranks(2, told_on_rank, {"after": collective}):
         assert "calls the collective c10d.allreduce_" in told
-    with pytest.raises(ValueError, match="fails in a trial .* process group"):
+    with pytest.raises(ValueError, match="calls torch.distributed .*process group.*: phases run for different matrices"):
         optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=their_rule(after=collective))
 
 
@@ -480,6 +492,7 @@ def test_a_rule_that_communicates_is_refused(optimizer):
     (lambda o: ("mine",), "must be a State"),
     (lambda o: (o.State("exp_avg", "row"),), "state 'exp_avg' .* is in use"),
     (lambda o: (o.State("weight"),), "state 'weight' .* is in use"),
+    (lambda o: (o.State("momentum_buffer"),), "state 'momentum_buffer' .* is in use"),
 ])
 def test_wrong_state_is_refused(state, text, optimizer):
     class Mine(optimizer.Rule):

@@ -5,6 +5,7 @@ phase on small tensors on the CPU.
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -116,6 +117,34 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
             f"rule {name!r} inherits `{inner[0]}` of a built-in rule, which only rules of this "
             "package have: subclass Rule"
         )
+    _check_declarations(rule, name, taken)
+    trial = _Trial(rule)
+    try:
+        with _NoCollectives(name), torch.no_grad(), torch.device("cpu"):
+            trial.run()
+    except _WrongRule as error:
+        raise ValueError(str(error)) from None
+    except Exception as error:
+        if _is_raised_by_distributed(error):
+            raise ValueError(_collective_text(name, f"torch.distributed ({error})")) from error
+        raise ValueError(f"rule {name!r} fails in a trial on small tensors: {error}") from error
+    if vars(trial.rule):
+        raise ValueError(
+            f"rule {name!r} keeps {sorted(vars(trial.rule))[0]!r} on itself, where no checkpoint "
+            "and no other layout would find it: declare it in `state`"
+        )
+
+
+def _check_declarations(rule: type[Rule], name: str, taken: Collection[str]) -> None:
+    """Raise ValueError or TypeError, saying the fault, for a wrong `state`, `options` or `sends`.
+    `taken`: as in `adopt`.
+    """
+    kinds = {"state": (Sequence, "a tuple of State"), "options": (Mapping, "a dict of defaults")}
+    kinds["sends"] = Mapping, "a dict"
+    for attribute, (kind, meaning) in kinds.items():
+        value = getattr(rule, attribute)
+        if not isinstance(value, kind) or isinstance(value, str):
+            raise TypeError(f"rule {name!r}: `{attribute}` is {value!r}, but must be {meaning}")
     if rule.sends and rule.after is Rule.after:
         raise ValueError(
             f"rule {name!r} has `sends` but no `after`, which fills units.sent: override `after`, "
@@ -133,19 +162,24 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
         raise ValueError(
             f"rule {name!r}: option {clash[0]!r} is a key of every group: give it another name"
         )
-    trial = _Trial(rule)
-    try:
-        with _NoCollectives(name), torch.no_grad(), torch.device("cpu"):
-            trial.run()
-    except _WrongRule as error:
-        raise ValueError(str(error)) from None
-    except Exception as error:
-        raise ValueError(f"rule {name!r} fails in a trial on small tensors: {error}") from error
-    if vars(trial.rule):
-        raise ValueError(
-            f"rule {name!r} keeps {sorted(vars(trial.rule))[0]!r} on itself, where no checkpoint "
-            "and no other layout would find it: declare it in `state`"
-        )
+
+
+def _collective_text(name: str, called: str) -> str:
+    """The message for a rule that calls a collective."""
+    return (
+        f"rule {name!r} calls {called}: phases run for different matrices on "
+        "each rank, and the package sends what `state`, `reads_weight` and `sends` declare"
+    )
+
+
+def _is_raised_by_distributed(error: Exception) -> bool:
+    """Whether torch.distributed has raised: without a process group a collective fails before it
+    is an operation that `_NoCollectives` sees.
+    """
+    module = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+    return module.startswith("torch.distributed")
 
 
 def _require(name: str, what: str, value: object, allowed: Collection) -> None:
@@ -170,11 +204,7 @@ class _NoCollectives(TorchDispatchMode):
     ) -> Any:
         """Run an operation that is no collective."""
         if "c10d" in func.namespace:
-            raise _WrongRule(
-                f"rule {self.name!r} calls the collective {func}: phases run for different "
-                "matrices on each rank, and the package sends what `state`, `reads_weight` and "
-                "`sends` declare"
-            )
+            raise _WrongRule(_collective_text(self.name, f"the collective {func}"))
         return func(*args, **(kwargs or {}))
 
 
@@ -207,8 +237,18 @@ class _Trial:
     def _elementwise(
         self, method: str, tensors: tuple[torch.Tensor, ...], call: Callable, *rest: Any
     ) -> None:
-        """Check shapes, and that parts of the tensors give the same as the whole."""
-        whole = call(*(t.clone() for t in tensors), *rest)
+        """Check that arguments stay, shapes, and that parts of the tensors give the same as the
+        whole.
+        """
+        given = [t.clone() for t in tensors]
+        whole = call(*given, *rest)
+        for letter, mine, before in zip("GM" if method == "update" else "WO", given, tensors):
+            if not torch.equal(mine, before):
+                raise _WrongRule(
+                    f"rule {self.name!r}: {method} changes {letter} in place, which may be the "
+                    "gradient, the state or the weight itself, and is read again in a step: "
+                    "return new tensors"
+                )
         results = whole if method == "update" else (whole,)
         expected = 2 if method == "update" else 1
         if not isinstance(results, tuple) or len(results) != expected:
@@ -260,13 +300,13 @@ class _Trial:
         for key in self.rule.sends if overrides(self.rule, "after") else ():
             if any(units.sent[key].isnan().any() for units in parts):
                 raise _WrongRule(f"rule {self.name!r}: after has to fill units.sent[{key!r}]")
-        for state in self.rule.state:
-            if any(
-                units.state[state.key].shape != self._state(1, state.per).shape for units in parts
-            ):
-                raise _WrongRule(
-                    f"rule {self.name!r}: state {state.key!r} was replaced: change it in place"
-                )
+        pers = [("state", state.key, state.per) for state in self.rule.state]
+        pers += [("sent", key, per) for key, per in self.rule.sends.items()]
+        for kind, key, per in pers:
+            shape = self._state(1, per).shape
+            if any(getattr(units, kind)[key].shape != shape for units in parts):
+                what = f"state {key!r}" if kind == "state" else f"units.sent[{key!r}]"
+                raise _WrongRule(f"rule {self.name!r}: {what} was replaced: change it in place")
         return together
 
     def _make(self, W: torch.Tensor) -> Units:

@@ -218,8 +218,8 @@ class Rule:
     def update(
         self, G: torch.Tensor, M: torch.Tensor, numbers: Numbers
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (U, the new M) of a piece, elementwise. G and M: fp32, of any shape. Default:
-        Muon's momentum.
+        """Return (U, the new M) of a piece, elementwise. G and M: fp32, of any shape; may be the
+        gradient and the state themselves, so they must stay as they are. Default: Muon's momentum.
         """
         M = M + numbers.one_minus_momentum * (G - M)
         return (M + numbers.one_minus_momentum * (G - M) if numbers.nesterov else M), M
@@ -240,8 +240,9 @@ class Rule:
         sent: Mapping[str, torch.Tensor],
         numbers: Numbers,
     ) -> torch.Tensor:
-        """Return the new W of a piece (r, c), elementwise. W and O: fp32. `scale`: as in `Units`.
-        `sent`: name -> fp32 (r, 1), (1, c) or (1, 1). Default: Muon's.
+        """Return the new W of a piece (r, c), elementwise. W and O: fp32; W may be the weight
+        itself, so both must stay as they are. `scale`: as in `Units`. `sent`: name -> fp32 (r, 1),
+        (1, c) or (1, 1). Default: Muon's.
         """
         return W * numbers.decay - O * (scale * numbers.lr)
 
@@ -314,8 +315,10 @@ QUANTIZED_KEYS = "exp_avg_8bit", "exp_avg_sq_8bit", "exp_avg_scale", "exp_avg_sq
 # Keys of Muon, NorMuon and elementwise rules, which a state may have from an earlier use of its
 # parameter
 BASE_KEYS = frozenset(("momentum_buffer", SCALE_KEY, "second_moment", *WIDE_KEYS, *QUANTIZED_KEYS))
-# Kinds of pieces in planning/rank_plan.py, and keys of AdamW and of checkpoints
-RESERVED_KEYS = ("matrix", "weight", "chunk", "step", "param", "params", OWNERS_KEY)
+# Keys of the package in `STATES`, kinds of pieces in planning/rank_plan.py, and keys of AdamW and
+# of checkpoints. A rule with the state `momentum_buffer` would write the momentum twice
+OTHER_KEYS = "matrix", "weight", "chunk", "step", "param", "params", OWNERS_KEY
+RESERVED_KEYS = frozenset((*STATES, *OTHER_KEYS))
 
 
 def rule_name(rule: type[Rule]) -> str:
