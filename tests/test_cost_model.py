@@ -35,7 +35,7 @@ def test_cost_grows_with_the_matrix_and_knows_no_orientation(name, arch, optimiz
 
 
 def test_without_measurements_cost_is_flops(optimizer):
-    """5 steps of the Gram iteration on a square matrix: 6 n^3 for X X^T and Q X, 12 n^3 for the products between."""
+    """5 steps of the Gram iteration on a square matrix: 9 n^3 for X X^T and Q X, 9 n^3 for the products between."""
     assert pace("cpu")(1000, 1000) == 18 * 1000**3 // part("planning.cost_model").NOMINAL
     unmeasured = pace("cpu")
     assert not unmeasured.measured and unmeasured.all_to_all_time(1 << 20) == unmeasured.memory_time(1 << 20) == 0

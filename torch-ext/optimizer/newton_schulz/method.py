@@ -104,12 +104,13 @@ def restart_interval(
     """Return the most steps between restarts for (n, m) matrices, n <= m, with products in `dtype`.
 
     1 is the standard iteration. The Gram iteration is chosen if it saves a tenth of the FLOPs, or
-    of more than five steps in fp16 a sixteenth, with an interval of
+    of more than five steps in fp16 6 %, with an interval of
 
-    - 2, which is more exact: for five steps of a named set in fp16 up to an aspect ratio of 1.75.
+    - 2, which is more exact: for five steps of `polar_express` in fp16 up to an aspect ratio of
+      1.74, of `jordan` up to 1.35.
     - 3 if it saves another twentieth, or has the cuts of 2.
     - NO_RESTART where late intervals may be long (`Steps.intervals`; eight steps or more) and save
-      another twentieth: from aspect ratios a little above 2 on.
+      another twentieth: from aspect ratios of 1.7 to 2.1 on.
     - NO_RESTART for cubic steps (c = 0), always. The Gram iteration costs cubic steps no more, and
       the standard iteration would round a I + b A to 16 bits: that loses more of b A than of
       b A + c A^2.
