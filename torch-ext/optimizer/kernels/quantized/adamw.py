@@ -186,9 +186,24 @@ def _step_torch(
         torch._foreach_copy_(list(own), list(new))
 
 
-def wide_momenta(M: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return 8-bit `exp_avg` in fp32, for sums of metrics."""
-    return [blocks.dequantize(m, scale) for m, scale in zip(M, scales)]
+def wide_momenta(
+    M: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    """Return elements of 8-bit `exp_avg` in fp32, for sums of metrics. `indices`: places in each
+    tensor, row-major; for None the whole tensor.
+    """
+    found = []
+    for m, scale, places in zip(M, scales, indices):
+        if places is None:
+            found.append(blocks.dequantize(m, scale))
+            continue
+        row = places // m.shape[-1]
+        block = row * scale.shape[-1] + (places - row * m.shape[-1]) // BLOCK
+        numbers = m.reshape(-1)[places].float()
+        found.append(numbers * numbers.abs() * scale.reshape(-1)[block])
+    return found
 
 
 @jit
