@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import gc
@@ -537,8 +538,6 @@ def test_after_a_fault_the_checkpoint_goes_on_with_the_very_bits(tmp_path, optim
 # half-way, in one process ----------------------------------------------------------------------------------------
 
 def test_a_step_that_failed_half_way_refuses_until_a_checkpoint_is_loaded(optimizer, monkeypatch):
-    import copy
-
     params = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(5))]
     muon = optimizer.NorMuon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}])
 
@@ -575,21 +574,35 @@ def test_a_step_that_failed_half_way_refuses_until_a_checkpoint_is_loaded(optimi
     assert all(map(torch.equal, params, again))
 
 
-def test_an_error_while_matrices_are_multiplied_leaves_the_bucket_of_the_old_step(optimizer, monkeypatch):
-    """Also where nothing travels: the momentum moves with the weight."""
-    params = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 4))]
-    muon = optimizer.NorMuon(params)
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.int8}, {"master_weights": "split16"},
+                                     {"rounding": "stochastic"}], ids=str)
+def test_an_error_while_matrices_are_multiplied_leaves_the_bucket_of_the_old_step(options, optimizer, monkeypatch):
+    """Also where nothing travels: the momentum moves with the weight. A checkpoint goes on with the bits."""
+    dtype = torch.bfloat16 if {"master_weights", "rounding"} & options.keys() else torch.float32
+    params = [nn.Parameter(torch.randn(*shape).to(dtype)) for shape in ((4, 6), (6, 4))]
+    muon = optimizer.NorMuon(params, **options)
     for p in params:
         p.grad = torch.randn_like(p)
     muon.step()
-    before = tensors(params, muon)
-    monkeypatch.setattr(
-        part("newton_schulz.orthogonalize").BoundOrthogonalization, "__call__",
-        lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")),
-    )
-    with pytest.raises(torch.OutOfMemoryError, match="in bucket"):
-        muon.step()
+    before, saved = tensors(params, muon), copy.deepcopy(muon.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            part("newton_schulz.orthogonalize").BoundOrthogonalization, "__call__",
+            lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")),
+        )
+        with pytest.raises(torch.OutOfMemoryError, match="in bucket"):
+            muon.step()
     assert all(map(torch.equal, before, tensors(params, muon)))
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    other = optimizer.NorMuon(others, **options)
+    for one in (other, muon):
+        one.load_state_dict(copy.deepcopy(saved))
+    for p, q in zip(params, others):
+        q.grad = p.grad
+    muon.step()
+    other.step()
+    after = tensors(params, muon)
+    assert all(map(torch.equal, after, tensors(others, other))) and not torch.equal(after[0], before[0])
 
 
 def test_what_fails_before_anything_has_changed_may_be_tried_again(optimizer):

@@ -50,6 +50,29 @@ def test_the_inverse_of_a_scale_is_rounded_once():
     assert numbers.tolist() == [[127, 76]]
 
 
+@pytest.mark.interpreter
+def test_roots_are_correctly_rounded(device, monkeypatch):
+    """Around the middles n (n - 1) + 1/2, where the last bit of a root decides: torch's roots on CPUs may lack it."""
+    torch.manual_seed(3)
+    table, module, results = part("kernels.elementwise.multi_tensor"), part("kernels.quantized.momentum"), []
+    n = torch.arange(1, 128)[:, None]
+    near = ((n * (n - 1) + 0.5).view(torch.int32) + torch.arange(-32, 32)).view(torch.float32)
+    wide = torch.cat((near.view(-1, 64), torch.rand(2048, 64) * 16129))
+    wide[:, 0] = 16129.0  # the inverse of the scale is 1
+    wide = wide.to(device)
+    at, numbers = torch.tensor([wide.data_ptr()], device=device), torch.ones(table.NUMBERS, device=device)
+    for path in ("torch", "triton"):
+        take(path, monkeypatch)
+        shape = len(wide), 64
+        m = module.QuantizedView(torch.zeros(shape, dtype=torch.int8, device=device), torch.zeros(
+            len(wide), 1, device=device))
+        module.QuantizedMomentum([m], None, [table.Source(0, 0, (64, 1))], [wide])([wide], at, numbers, False)
+        results.append(m.values.cpu())
+    assert torch.equal(*results)
+    roots = (wide.cpu() - 0.25).clamp_min(0.0).double().sqrt().float()
+    assert torch.equal(results[0], (roots + 0.5).floor().to(torch.int8))
+
+
 def test_what_has_no_magnitude_is_zero_and_what_is_not_finite_reads_as_nan():
     blocks = part("kernels.quantized.blocks")
     wide = torch.zeros(4, 70)

@@ -596,6 +596,17 @@ def test_metrics_read_the_averages_in_fp32(optimizer):
         assert all(math.isclose(found, exact, rel_tol=0.01) for found in run_threads(3, of_metrics, layout))
 
 
+@pytest.mark.parametrize("shape", [(2, 7, 130), (9, 64)])
+def test_metrics_widen_the_elements_that_they_read(shape, monkeypatch):
+    adamw, blocks = part("kernels.quantized.adamw"), part("kernels.quantized.blocks")
+    m, scale = blocks.quantize(torch.randn(shape) * torch.rand(shape[-1]) ** 3)
+    wide, places = blocks.dequantize(m, scale), torch.randperm(m.numel())[:200]
+    whole, = adamw.wide_momenta([m], [scale], [None])
+    monkeypatch.setattr(blocks, "dequantize", None)
+    some, = adamw.wide_momenta([m], [scale], [places])
+    assert torch.equal(whole, wide) and torch.equal(some, wide.reshape(-1)[places])
+
+
 def of_memory(rank, world, layout, nonfinite):
     """(report before the first step, after it) as {row: bytes}; bytes of state of the rank."""
     fulls, gradients = fulls_and_gradients()

@@ -56,6 +56,7 @@ CASES = {
     "least": (64, 1e-25, 1e-38, 2, 1e-15, 1.0), "small": (130, 1e-12, 1e-24, 0, 1e-8, 0.9),
     "large": (128, 1e4, 1e4, 1, 1e-3, 0.1),
     "beyond": (128, 1e16, 1e19, 0, 1e-8, 0.7), "no eps": (64, 1.0, 1.0, 2, 0.0, 0.7),
+    "large eps": (64, 1.0, 1.0, 0, 1e12, 0.7),
 }
 
 
@@ -83,7 +84,7 @@ def test_without_branches_the_kernel_has_the_same_bits(case, fuses, monkeypatch)
         for _ in range(2):
             adamw.step(w, g, own, factors, constants, None, first if decay == 2 else None)
         results.append([w, *own])
-        assert bool(ran) == (choice and case not in ("beyond", "no eps"))
+        assert bool(ran) == (choice and case not in ("beyond", "no eps", "large eps"))
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 

@@ -228,10 +228,12 @@ def rectangles(device, size) -> None:
         pack.Pack([M], [U], sources, [G])([G], addresses, numbers[:1], True)
         in_8_bits = quantized.QuantizedView(*blocks.quantize(M.contiguous()))
         quantized.QuantizedMomentum([in_8_bits], [U], sources, [G])([G], addresses, numbers[:1], True)
-        (first, first_scale), (second, second_scale) = blocks.quantize(M.contiguous()), squares.quantize(U.square())
-        own = averages.Averages(first.contiguous(), second.contiguous(), first_scale, second_scale)
-        factors = torch.tensor([0.99, 0.01, 0.1, 0.5], device=device)
-        averages.step(W, G, own, factors, averages.Constants.of(0.9, 0.95, 1e-8, 0))
+        # The last program of the contiguous tensors, of whole blocks, has fewer blocks than the others
+        for w, g in ((W, G), (torch.randn(n - 1, 128, device=device), torch.randn(n - 1, 128, device=device))):
+            (first, first_scale), (second, second_scale) = blocks.quantize(g * 0.1), squares.quantize(g.square())
+            own = averages.Averages(first.contiguous(), second.contiguous(), first_scale, second_scale)
+            factors = torch.tensor([0.99, 0.01, 0.1, 0.5], device=device)
+            averages.step(w, g, own, factors, averages.Constants.of(0.9, 0.95, 1e-8, 0))
         pack.Copy.of_gradients([U], sources, [G])([G], addresses)
         pack.Copy([W], [M])()
         update.WeightUpdate([W], [U], [0.5])(numbers)

@@ -123,8 +123,8 @@ class SampledSquares:
     weights of the sample, and one adds up after the step. Elements of the sample are read four
     times in all, and written once: 20 bytes in fp32.
 
-    Kernels need contiguous tensors of fp32, bf16 or fp16; torch computes the sums of others, of
-    momenta in 8 bits from an fp32 copy.
+    Kernels need contiguous tensors of fp32, bf16 or fp16; torch computes the sums of others, and
+    those of momenta in 8 bits.
     """
 
     def __init__(
@@ -176,8 +176,10 @@ class SampledSquares:
         """Write the sums; after the step. `saved`: of `save`, overwritten."""
         if self.adds is None:
             W, rests = self.new.part(self.indices)
-            M = wide_momenta(self.M, self.scales) if self.scales else self.M
-            M = _part_of(M, self.indices)
+            if self.scales:
+                M = wide_momenta(self.M, self.scales, self.indices)
+            else:
+                M = _part_of(self.M, self.indices)
             return write_squares(*self.rows, saved, wide_weights(W, rests), M)
         for launch, rows in zip(self.adds, self.rows):
             run(_add_kernel, launch, saved, rows, SPLIT=bool(self.new.rests))

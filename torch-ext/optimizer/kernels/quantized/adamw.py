@@ -15,7 +15,7 @@ scale, and keep their numbers.
 On NVIDIA's GPUs a tile takes one of two paths with equal bits. The usual one rounds roots and
 quotients by the functions of rounded.py, which need operands in the middle of fp32's range. Powers
 of two move them there, and change no bit: v times 2^90, m and its divisor times 2^80. An m that is
-0 or from 2^-86 to 2^40 and any v below 2^34 then fit, with an eps from 2^-56 to 2^40 and a root of
+0 or from 2^-86 to 2^40 and any v below 2^34 then fit, with an eps from 2^-56 to 2^39 and a root of
 the correction of v from 2^-14 on: the divisor of m is below 2^40, and no update is subnormal. Other
 tiles take `sqrt_rn` and `div_rn`: so do NaN, Inf and an eps of 0. Other devices take these alone.
 """
@@ -168,7 +168,7 @@ def _step_torch(
         v = squares.dequantize(own.v, own.v_scale)
         m = m + (gradient - m) * constants.one_minus_beta1
         v = v * constants.beta2 + gradient * constants.one_minus_beta2 * gradient
-        update = m / (squares.rounded_sqrt(v) / root_of_correction + constants.eps)
+        update = m / (blocks.rounded_sqrt(v) / root_of_correction + constants.eps)
         if constants.decay == TO_INITIAL:
             wide = wide - (wide - initial[some].float()) * rate
         elif constants.decay == CAUTIOUS:
@@ -186,9 +186,24 @@ def _step_torch(
         torch._foreach_copy_(list(own), list(new))
 
 
-def wide_momenta(M: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return 8-bit `exp_avg` in fp32, for sums of metrics."""
-    return [blocks.dequantize(m, scale) for m, scale in zip(M, scales)]
+def wide_momenta(
+    M: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    """Return elements of 8-bit `exp_avg` in fp32, for sums of metrics. `indices`: places in each
+    tensor, row-major; for None the whole tensor.
+    """
+    found = []
+    for m, scale, places in zip(M, scales, indices):
+        if places is None:
+            found.append(blocks.dequantize(m, scale))
+            continue
+        row = places // m.shape[-1]
+        block = row * scale.shape[-1] + (places - row * m.shape[-1]) // BLOCK
+        numbers = m.reshape(-1)[places].float()
+        found.append(numbers * numbers.abs() * scale.reshape(-1)[block])
+    return found
 
 
 @jit
@@ -278,7 +293,7 @@ def _adamw_kernel(
         most_v = tl.max(v.to(tl.uint32, bitcast=True), axis=1, keep_dims=True)
         # 2^40, 2^34 and 2^-86, as integers: NaN is larger
         beyond = (most_m >= 0x53800000) | (most_v >= 0x50800000) | (least_m < 0x147FFFFF)
-        fits = (eps >= 1.3877787807814457e-17) & (eps < 1099511627776.0)
+        fits = (eps >= 1.3877787807814457e-17) & (eps < 549755813888.0)
         fits = fits & (correction >= 6.103515625e-05) & (correction <= 1.0)
         if fits & (tl.max(tl.max(beyond.to(tl.int32), axis=0), axis=0) == 0):
             scaled = tl.fma(v, 1.2379400392853803e27, 7.888609052210118e-31)

@@ -46,6 +46,11 @@ def block_count(columns: int | torch.Tensor) -> int | torch.Tensor:
     return -(-columns // BLOCK)
 
 
+def rounded_sqrt(wide: torch.Tensor) -> torch.Tensor:
+    """Return square roots in fp32, correctly rounded as in kernels: torch's on CPUs are not."""
+    return wide.double().sqrt_().float() if wide.device.type == "cpu" else wide.sqrt()
+
+
 def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the fp32 tensor (..., R, C) of numbers (..., R, C) and scales (..., R, blocks)."""
     numbers = values.float()
@@ -69,7 +74,7 @@ def quantize(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     inverse = torch.where(is_usable, torch.full_like(largest, LARGEST**2) / largest, 0.0)
     scales = torch.where(largest <= TINY, 0.0, largest * (1.0 / LARGEST**2))
     # Between n^2 and (n + 1)^2 the middle is n (n + 1) + 1/2
-    numbers = ((blocks.abs() * inverse - 0.25).clamp_min(0.0).sqrt() + 0.5).floor()
+    numbers = (rounded_sqrt((blocks.abs() * inverse - 0.25).clamp_min(0.0)) + 0.5).floor()
     numbers = torch.where(is_usable, numbers.clamp_max(LARGEST), 0.0)
     numbers = torch.where(blocks < 0, -numbers, numbers).to(DTYPE)
     return numbers.flatten(-2)[..., :columns], scales.squeeze(-1)

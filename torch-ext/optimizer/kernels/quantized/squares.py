@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from ..launch.jit import jit
-from .blocks import BLOCK
+from .blocks import BLOCK, rounded_sqrt
 
 tl = None  # Triton's language, put here by jit
 
@@ -25,11 +25,6 @@ LARGEST = 255  # largest number
 # Blocks without a larger value become zeros: the least normal fp32 number
 TINY = 2.0**-126
 DTYPE = torch.uint8
-
-
-def rounded_sqrt(wide: torch.Tensor) -> torch.Tensor:
-    """Return square roots in fp32, correctly rounded as in kernels: torch's on CPUs are not."""
-    return wide.double().sqrt().float()
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
