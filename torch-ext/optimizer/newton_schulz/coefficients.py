@@ -356,7 +356,7 @@ class Steps:
         total = len(self.triples)
         # Large matrices in fp16, up to five steps. Careful: cut as if the first interval had one
         # step more
-        careful = half and length == 3 and not self.cubic and not _is_steady(self.triples)
+        careful = half and length == 3 and not self.cubic and not self.steady
         # Rounding down gives the first intervals fewer steps, rounding up the last ones
         rounded = math.floor if careful or half and length == 2 else math.ceil
         large = half and n >= SMALL_SHORT_SIDE and max_steps > 2
@@ -400,6 +400,11 @@ class Steps:
     ) -> list[tuple[tuple[Triple, ...], Pair | None]]:
         """Return [(triples, `Pair` of the last two or None)], an entry per restart interval."""
         return [*zip(self.intervals(dtype, max_steps, n), self.pairs(dtype, max_steps, n))]
+
+    @property
+    def steady(self) -> bool:
+        """Whether the first interval may have three steps in fp16, see STEADY_SETS."""
+        return _is_steady(self.triples)
 
     @property
     def cubic(self) -> bool:

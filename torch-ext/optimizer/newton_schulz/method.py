@@ -107,8 +107,9 @@ def restart_interval(
     of more than five steps in fp16 6 %, with an interval of
 
     - 2, which is more exact: for five steps of `polar_express` in fp16 up to an aspect ratio of
-      1.74, of `jordan` up to 1.35.
-    - 3 if it saves another twentieth, or has the cuts of 2.
+      1.74.
+    - 3 if it saves another twentieth, or has the cuts of 2, and for `jordan`, for which 3 is more
+      exact (`Steps.steady`).
     - NO_RESTART where late intervals may be long (`Steps.intervals`; eight steps or more) and save
       another twentieth: from aspect ratios of 1.7 to 2.1 on.
     - NO_RESTART for cubic steps (c = 0), always. The Gram iteration costs cubic steps no more, and
@@ -128,7 +129,7 @@ def restart_interval(
     costs = {max_steps: _cost(n, m, counts) for max_steps, counts in made.items()}
     best = 1
     first = MAX_COST_LONG if dtype == F16 and len(steps.triples) > 5 else MAX_COST
-    for max_steps in (2, 3, NO_RESTART):
+    for max_steps in (3, NO_RESTART) if steps.steady else (2, 3, NO_RESTART):
         if 100 * costs[max_steps] <= (first if best == 1 else MAX_COST_OVER_GRAM) * costs[best]:
             best = max_steps
     if best == 2 and made[2] == made[3]:

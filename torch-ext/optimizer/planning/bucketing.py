@@ -69,7 +69,8 @@ def cut(
     """Group rounds into buckets, each a list of rounds.
 
     `workspace_for(taken)`: bytes of a workspace for buckets with a sum `taken` of `Round.taken`.
-    `rank_bytes`: limit of the bytes; a bucket of a single round may exceed the limit.
+    `rank_bytes`: limit of the bytes; a bucket of a single round may exceed the limit. A limit of
+    more than twice the bytes of all rounds together has the effect of its half.
     `predicted_end(sums)`: expected end of the last bucket, in ns; `sums`: `taken` of each bucket,
     in order. `bytes_together(sums)`: bytes of the workspace shared by the buckets.
 
@@ -80,8 +81,8 @@ def cut(
     MAX_SLOWDOWN of the best; without, only the time counts.
     """
     nbytes_of = _WorkspaceBytes(rounds, workspace_for)
-    # A limit of twice the bytes of a single bucket is halved, so that fractions of it still divide
-    # the rounds, and a higher limit gives the same buckets
+    # A limit far above the bytes of a single bucket is halved until it is less than twice these:
+    # its fractions then divide the rounds, and twice a limit gives the same buckets
     together = nbytes_of(rounds)
     while 0 < 2 * together <= rank_bytes:
         rank_bytes //= 2
