@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 RATES = ("lr", "embed_lr", "head_lr")
 STUDENT_T = {3: (4.303, 2.920, 1.061), 4: (3.182, 2.353, 0.978), 5: (2.776, 2.132, 0.941)}  # seeds -> .975, .95, .8
-# Nats per byte. On seed 0 of 30m on packages, twice and half the best rate cost our Muon 0.026 and 0.013
+# Nats per byte. On seed 0 of 30m on packages, twice and half the best rate cost our Muon 0.025 and 0.011
 MARGIN = 0.005
 LOST = 1e9  # loss of a run that diverged, so that rows can be compared
 
@@ -52,6 +52,35 @@ def best_rows(rows: list[dict[str, str]], name: str) -> list[dict[str, str]]:
     return list(found[best].values())
 
 
+def timed_rows(rows: list[dict[str, str]], best: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The rows with the optimizer and rates of `best` whose loss is finite, older rows of a seed included."""
+    return [row for row in rows if all(row[key] == best[0][key] for key in ("optimizer", *RATES))
+            and float(row["heldout_loss"]) < LOST]
+
+
+def newest_of(rows: list[dict[str, str]], gpu: str) -> list[dict[str, str]]:
+    """The rows of a GPU that have the commit and the torch of its newest one."""
+    rows = [row for row in rows if row["gpu"] == gpu]
+    return [row for row in rows if all(row[key] == rows[-1][key] for key in ("commit", "torch"))]
+
+
+def times_of(rows: list[dict[str, str]]) -> tuple[str, str, str]:
+    """The medians of a step and of the optimizer, in ms, and of the memory in MiB."""
+    whole, own, memory = (statistics.median(float(row[key]) for row in rows)
+                          for key in ("step_ms", "optimizer_ms", "peak_mib"))
+    return f"{whole:.2f}", f"{own:.2f}", f"{memory:.0f}"
+
+
+def shown_rate(rows: list[dict[str, str]], best: list[dict[str, str]]) -> str:
+    """The best rate of matrices, and whether it was the only one or the last one in a direction. AdamW's rates of
+    embeddings and head are swept, too; of other optimizers rates with other ones are not compared.
+    """
+    alike = [row for row in rows if row["optimizer"] == best[0]["optimizer"] and (
+        row["optimizer"] == "adamw" or all(row[key] == best[0][key] for key in RATES[1:]))]
+    lr, rates = float(best[0]["lr"]), {float(row["lr"]) for row in alike}
+    return f"{lr:g}" + (", unswept" if len(rates) == 1 else "" if is_bracketed(lr, rates) else ", at the edge")
+
+
 def mean_curve(rows: list[dict[str, str]]) -> list[tuple[int, float]]:
     """[(step, mean held-out loss over the rows)]."""
     curves = [[point.split(":") for point in row["curve"].split()] for row in rows]
@@ -73,7 +102,11 @@ def table(rows: list[dict[str, str]]) -> list[str]:
     found = {name: best_rows(rows, name) for name in dict.fromkeys(row["optimizer"] for row in rows)}
     losses = {name: [float(row["heldout_loss"]) for row in best] for name, best in found.items()}
     target = statistics.mean(losses["adamw"]) if "adamw" in losses else None
-    gpus = [gpu for best in found.values() for gpu in {row["gpu"]: None for row in best}]
+    timed = {name: timed_rows(rows, best) or best for name, best in found.items()}
+    common = statistics.mode(gpu for own in timed.values() for gpu in {row["gpu"]: None for row in own})
+    # Times of two GPUs have no meaning together: those of the GPU of most lines, or else of the newest row's
+    gpu_of = {name: common if any(row["gpu"] == common for row in own) else own[-1]["gpu"]
+              for name, own in timed.items()}
     heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "less muon's",
              "step ms", "optimizer ms", "MiB", "GPU")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -83,18 +116,21 @@ def table(rows: list[dict[str, str]]) -> list[str]:
         if target is not None and name != "adamw":
             share = share_to_reach(mean_curve(best), target, int(best[0]["steps"]))
         tokens = "" if share is None else f"{share * int(best[0]['tokens']) / 1e6:.1f} M, {100 * share:.0f} %"
-        # Times of two GPUs have no meaning together: those of the GPU of most lines, or else of the newest row's
-        last = ([row for row in best if row["gpu"] == statistics.mode(gpus)] or best)[-1]
-        alike = [row for row in best if all(row[key] == last[key] for key in ("gpu", "commit", "torch"))]
-        whole, own, memory = (statistics.median(float(row[key]) for row in alike)
-                              for key in ("step_ms", "optimizer_ms", "peak_mib"))
         loss = statistics.mean(losses[name])
         shown = "diverged" if loss >= LOST else f"{loss:.4f}"
-        cells = (name, f"{float(best[0]['lr']):g}", str(len(best)), shown, spread, tokens,
+        cells = (name, shown_rate(rows, best), str(len(best)), shown, spread, tokens,
                  beside(best, found["muon"])[1] if "muon" in found and name != "muon" else "",
-                 f"{whole:.2f}", f"{own:.2f}", f"{memory:.0f}", short_name(last["gpu"]))
+                 *times_of(newest_of(timed[name], gpu_of[name])), short_name(gpu_of[name]))
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, *parity(rows)]
+    others = [gpu for gpu in dict.fromkeys(gpu_of.values()) if gpu != gpu_of.get("muon")]
+    return [*lines, *elsewhere(timed.get("muon", []), others), *parity(rows)]
+
+
+def elsewhere(rows: list[dict[str, str]], gpus: list[str]) -> list[str]:
+    """A line with the times of `rows` on each of `gpus`, those of lines that have another GPU than Muon's."""
+    found = {gpu: times_of(newest_of(rows, gpu)) for gpu in gpus if any(row["gpu"] == gpu for row in rows)}
+    return [line for gpu, (whole, own, memory) in found.items() for line in (
+        "", f"muon on {short_name(gpu)}: step {whole} ms, optimizer {own} ms, {memory} MiB.")]
 
 
 def short_name(gpu: str) -> str:

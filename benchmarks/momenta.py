@@ -3,8 +3,9 @@
     make build && python benchmarks/momenta.py --size 30m --at 10 30 100 300 --out momenta.pt
     python benchmarks/schedules.py errors --momenta momenta.pt --schedules polar_express:5 --cuts 3+2 2+3 1+2+2
 
-A GPT of convergence.py is trained with our Muon and the rates given, whose decay is that of its whole run. --out gets
-{"step name": matrix}, U = (1 - momentum) G + momentum M in bf16, of every hidden matrix at each of the steps --at.
+A GPT of convergence.py is trained with our Muon and the rates given. The schedule is that of a whole run of
+convergence.py, also if `--at` ends earlier. --out gets {"step name": matrix}, U = (1 - momentum) G + momentum M in
+bf16, of every hidden matrix at each of the steps --at.
 """
 
 from __future__ import annotations

@@ -486,8 +486,10 @@ def with_saved_rule(group: dict, saved: dict) -> dict:
 
 
 def with_own_rule(saved: dict, own: dict) -> dict:
-    """Return the options `saved` with the rule of the own group in place of "muon", whose state
-    every rule takes: the name alone would make the own group one of Muon.
+    """Return the options `saved` with the rule of the own group in place of "muon".
+
+    Every rule can load Muon's state. Without this, the saved key `rule` would overwrite the
+    group's rule.
     """
     if not own["use_muon"] or saved.get("rule") != "muon" or rule_of(own).name == "muon":
         return saved
