@@ -238,7 +238,8 @@ def others(arch: str, shared: int):
         numbers = dict.fromkeys(("one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32")
         yield compile_for(arch, averages._adamw_kernel, dict(
             pointers, **dict.fromkeys((*strides, "rows", "columns"), "i32"), **numbers, DECAY=decay, SPLIT=is_split,
-            FUSES=arch.startswith("sm"), FLAT=not is_split, ACCESS=averages.ACCESS, LENGTH=64, TILE=averages.TILE),
+            NVIDIA=arch.startswith("sm"), FLAT=not is_split, ACCESS=averages.ACCESS, LENGTH=64, TILE=averages.TILE,
+            SLACK=averages.SLACK),
             **(averages.OPTIONS if is_split or arch == "gfx942" else averages.OPTIONS_OF_NVIDIA))
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)

@@ -10,6 +10,7 @@ jit, rounded = part("kernels.launch.jit").jit, part("kernels.quantized.rounded")
 root_tile, reciprocal_tile, quotient_tile = rounded.root_tile, rounded.reciprocal_tile, rounded.quotient_tile
 
 MANTISSAS = 1 << 23
+MOST_DIVISORS = 1000  # for which all quotients are computed
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -61,15 +62,17 @@ def wrong_roots(tile=1024, mantissas=MANTISSAS, device="cuda"):
 
 
 def wrong_quotients(tile=1024, mantissas=MANTISSAS, samples=1 << 30, device="cuda"):
-    """(divisors whose reciprocal is not the nearest number, wrong quotients of these, of random numbers, and of small
-    ones from 2^-126 on). With the nearest reciprocal a quotient is right by a theorem of Markstein.
+    """(number of divisors whose reciprocal is not the nearest number, wrong quotients by the first MOST_DIVISORS of
+    these, of random numbers, and of small ones from 2^-126 on). With the nearest reciprocal a quotient is right by a
+    theorem of Markstein ("Computation of elementary functions on the IBM RISC System/6000 processor", IBM Journal of
+    Research and Development 34(1), 1990).
     """
     found = torch.zeros(MANTISSAS, dtype=torch.int8, device=device)
     reciprocals_kernel[mantissas // tile, 1, 1](found, TILE=tile, **OPTIONS)
     divisors = (found.nonzero()[:, 0].int() + 0x3F800000).view(torch.float32)
     counts = torch.zeros(3, dtype=torch.int32, device=device)
-    if len(divisors):
-        dividends_kernel[len(divisors[:1000]) * (MANTISSAS // tile), 1, 1](counts, divisors, TILE=tile, **OPTIONS)
+    if some := min(len(divisors), MOST_DIVISORS):
+        dividends_kernel[some * (MANTISSAS // tile), 1, 1](counts, divisors, TILE=tile, **OPTIONS)
     for i, ranges in enumerate([(-60, 120, 24, 40), (-69, 30, 20, 37)]):
         quotients_kernel[samples // tile, 1, 1](counts[i + 1:], 5 + i, *ranges, TILE=tile, **OPTIONS)
     return [len(divisors), *counts.tolist()]

@@ -7,9 +7,9 @@ new averages before these are rounded.
 
 [Note: elements without gradient]
 Rounded to the nearest, a small `exp_avg` that shrinks by beta1 would become the number that it was,
-and move its weight for ever. So an element whose gradient is exactly 0 is rounded towards zero. Not
-if it equals its number but for SLACK: in a row without any gradient all elements shrink with the
-scale, and keep their numbers.
+and move its weight for ever. So an element whose gradient is exactly 0 is rounded towards zero.
+Exception: an element within a factor SLACK of its number keeps the number. In a row without any
+gradient all elements shrink with the scale, and their numbers stay.
 
 [Note: ranges]
 On NVIDIA's GPUs a tile takes one of two paths with equal bits. The usual one rounds roots and
@@ -44,7 +44,8 @@ BLOCKS_OF_LAUNCH = 2**31  # the kernel counts blocks in 32 bits
 # Elements that the torch path holds in fp32 at a time, on CPUs and elsewhere
 SLICE, SLICE_OF_DEVICE = 1 << 18, 1 << 24
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-# Of contiguous tensors: the path of tiles that hardly occur would take registers from all
+# Of contiguous tensors. Without the limit the rare path sets the register count of every program:
+# an embedding took 1.84 in place of 1.69 ms (measured on an H100, docs/memory.md)
 OPTIONS_OF_NVIDIA = {**OPTIONS, "maxnreg": 80}
 SLACK = 0.999  # see [Note: elements without gradient]
 
@@ -133,9 +134,9 @@ def _launch(
     # Then a row of the kernel is a block, and no index is divided
     is_flat = columns % BLOCK == 0 and all(t.is_contiguous() for t in tensors)
     *numbers, decay = constants
-    fuses = is_nvidia(w.device)
-    options = OPTIONS_OF_NVIDIA if fuses and is_flat else OPTIONS
-    chosen = (decay, rest is not None, fuses, is_flat, ACCESS, BLOCK, TILE)
+    nvidia = is_nvidia(w.device)
+    options = OPTIONS_OF_NVIDIA if nvidia and is_flat else OPTIONS
+    chosen = (decay, rest is not None, nvidia, is_flat, ACCESS, BLOCK, TILE, SLACK)
     most = (BLOCKS_OF_LAUNCH - TILE) // of_row
     for start in range(0, len(w), most):
         some = [t[start : start + most] for t in tensors] if len(w) > most else tensors
@@ -233,15 +234,17 @@ def _adamw_kernel(
     eps,
     DECAY: tl.constexpr,
     SPLIT: tl.constexpr,
-    FUSES: tl.constexpr,
+    NVIDIA: tl.constexpr,
     FLAT: tl.constexpr,
     ACCESS: tl.constexpr,
     LENGTH: tl.constexpr,
     TILE: tl.constexpr,
+    SLACK: tl.constexpr,
 ):
     """Compute `step` for a tile of TILE / LENGTH blocks, each a row of the tile. Strides: from row
-    to row, in elements. FUSES: whether on a GPU of NVIDIA. FLAT: whether all tensors are contiguous
-    and of whole blocks, which `rows` then counts. ACCESS: elements of a thread side by side.
+    to row, in elements. NVIDIA: whether the GPU is NVIDIA's. FLAT: whether all tensors are
+    contiguous and of whole blocks, which `rows` then counts. ACCESS: elements of a thread side by
+    side. SLACK: see [Note: elements without gradient].
     """
     block = tl.arange(0, TILE // LENGTH)[:, None]
     column = tl.arange(0, LENGTH)[None, :]
@@ -285,7 +288,7 @@ def _adamw_kernel(
     v = dequantized_squares_tile(v, v_scale)
     m = m + (g - m) * one_minus_beta1
     v = v * beta2 + g * one_minus_beta2 * g
-    if FUSES:  # see [Note: ranges]
+    if NVIDIA:  # see [Note: ranges]
         magnitudes = tl.abs(m).to(tl.uint32, bitcast=True)
         most_m = tl.max(magnitudes, axis=1, keep_dims=True)
         # Of 0, 1 less is the largest integer
@@ -298,15 +301,16 @@ def _adamw_kernel(
         if fits & (tl.max(tl.max(beyond.to(tl.int32), axis=0), axis=0) == 0):
             scaled = tl.fma(v, 1.2379400392853803e27, 7.888609052210118e-31)
             update = _fast_update(m, scaled, correction, eps)
-            m_new, m_scale = _fast_numbers(m, g, most_m.to(tl.float32, bitcast=True))
+            largest = most_m.to(tl.float32, bitcast=True)
+            m_new, m_scale = _fast_numbers(m, g, largest, SLACK)
             v_new, v_scale = _fast_squares(v, scaled, most_v.to(tl.float32, bitcast=True))
         else:
             update = _update(m, v, correction, eps)
-            m_new, m_scale = _numbers(m, g)
+            m_new, m_scale = _numbers(m, g, SLACK)
             v_new, v_scale = squares_tile(v)
     else:
         update = _update(m, v, correction, eps)
-        m_new, m_scale = _numbers(m, g)
+        m_new, m_scale = _numbers(m, g, SLACK)
         v_new, v_scale = squares_tile(v)
     if DECAY == 2:  # TO_INITIAL
         first_at = _places(initials + start, row, initial_stride, column, FLAT, ACCESS)
@@ -344,10 +348,10 @@ def _update(m, v, correction, eps):
 
 
 @jit
-def _numbers(m, g):
+def _numbers(m, g, SLACK: tl.constexpr):
     """Return (numbers, scales) of a tile m, see [Note: elements without gradient]."""
     numbers, scale = quantized_tile(m)
-    kept = tl.abs(dequantized_tile(numbers, scale)) * 0.999
+    kept = tl.abs(dequantized_tile(numbers, scale)) * SLACK
     above = (g == 0) & (kept > tl.abs(m))
     sign = tl.where(numbers > 0, 1, tl.where(numbers < 0, -1, 0)).to(tl.int8)
     return tl.where(above, numbers - sign, numbers).to(tl.int8), scale
@@ -364,7 +368,7 @@ def _fast_update(m, scaled, correction, eps):
 
 
 @jit
-def _fast_numbers(m, g, largest):
+def _fast_numbers(m, g, largest, SLACK: tl.constexpr):
     """Return `_numbers` of m; `largest`: of each row."""
     usable = largest > 1e-30
     divisor = tl.where(usable, largest, 1.0)
@@ -376,7 +380,7 @@ def _fast_numbers(m, g, largest):
     square = tl.maximum(magnitude * inverse - 0.25, 9.5367431640625e-07)
     number = (root_tile(square) + 0.5).to(tl.int32)
     wide = number.to(tl.float32)
-    above = (g == 0) & (wide * wide * scale * 0.999 > magnitude)
+    above = (g == 0) & (wide * wide * scale * SLACK > magnitude)
     number = tl.where(above, number - 1, number)
     return tl.where(m < 0, 0 - number, number).to(tl.int8), scale
 
@@ -386,9 +390,11 @@ def _fast_squares(v, scaled, largest):
     """Return `squares_tile` of v; `scaled`: v 2^90; `largest`: of each row."""
     usable = largest > 1.1754943508222875e-38
     divisor = tl.where(usable, largest * 1.2379400392853803e27, 1.0)
+    # Where v is 0, x is 2^-100, and quotients may be subnormal, both beside the range of
+    # `quotient_tile`. Such quotients are below 2^-60: 0.5, added to `share`, stays 0.5
     share = quotient_tile(scaled, divisor, reciprocal_tile(divisor)) * 4228250625.0
     square = tl.maximum(root_tile(share + 0.5) - 0.75, 9.5367431640625e-07)
     number = (root_tile(square) + 0.5).to(tl.int32)
-    # At least 1 above zero
+    # At least 1 where v is above zero: its bits, as an integer, are then at least 1
     number = tl.maximum(number, tl.minimum(v.to(tl.int32, bitcast=True), usable.to(tl.int32)))
     return number.to(tl.uint8), tl.where(usable, largest, 0.0)

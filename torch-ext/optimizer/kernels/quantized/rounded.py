@@ -6,8 +6,8 @@ Their other path is an approximation by the GPU, which fused multiply-adds corre
 here compute that path alone, in the same operations, for operands of which the caller knows the
 range. tests/test_rounded.py compares them with `sqrt_rn` and `div_rn`.
 
-The approximation of a reciprocal has to be the GPU's own. From the square of the inverse root, as
-near as that is, quotients of some divisors close to a power of 2 were rounded to the wrong side.
+The approximation of a reciprocal has to be the GPU's own. rsqrt(x)^2 is as close to 1 / x, but with
+it quotients by some divisors near a power of 2 were wrong in the last bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ tl = None  # Triton's language, put here by jit
 
 @jit
 def root_tile(x):
-    """Return the square root of x, correctly rounded. x: from 2^-100 on."""
+    """Return the square root of x, correctly rounded. x: finite, from 2^-100 on."""
     inverse = tl.rsqrt(x)
     root = x * inverse
     # `* -1.0` is a sign of the operand, `-root` a subtraction
