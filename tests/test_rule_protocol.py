@@ -457,6 +457,8 @@ WRONG = {
     "the momentum in place": ({"update": lambda self, G, M, numbers: (G, M.mul_(0.9).add_(G))}, ValueError,
                               "update changes M in place"),
     "the weight in place": ({"write": lambda self, W, O, *others: W.sub_(O)}, ValueError, "write changes W in place"),
+    "sent numbers in place": ({"write": lambda self, W, O, scale, sent, numbers: W - O * sent["size"].clamp_(max=0.1)},
+                              ValueError, r"write changes sent\['size'\] in place"),
     "one state": ({"state": 3}, TypeError, "`state` is 3, but must be a tuple of State"),
     "names of options": ({"options": ["clip"]}, TypeError, "`options` is .'clip'., but must be a dict of defaults"),
     "an error": ({"before": lambda self, U, units: U @ U}, ValueError, "fails in a trial on small tensors"),

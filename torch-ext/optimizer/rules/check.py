@@ -139,8 +139,11 @@ def _check_declarations(rule: type[Rule], name: str, taken: Collection[str]) -> 
     """Raise ValueError or TypeError, saying the fault, for a wrong `state`, `options` or `sends`.
     `taken`: as in `adopt`.
     """
-    kinds = {"state": (Sequence, "a tuple of State"), "options": (Mapping, "a dict of defaults")}
-    kinds["sends"] = Mapping, "a dict"
+    kinds = {
+        "state": (Sequence, "a tuple of State"),
+        "options": (Mapping, "a dict of defaults"),
+        "sends": (Mapping, "a dict"),
+    }
     for attribute, (kind, meaning) in kinds.items():
         value = getattr(rule, attribute)
         if not isinstance(value, kind) or isinstance(value, str):
@@ -240,14 +243,19 @@ class _Trial:
         """Check that arguments stay, shapes, and that parts of the tensors give the same as the
         whole.
         """
-        given = [t.clone() for t in tensors]
-        whole = call(*given, *rest)
-        for letter, mine, before in zip("GM" if method == "update" else "WO", given, tensors):
-            if not torch.equal(mine, before):
+        copies = [t.clone() for t in tensors]
+        # Pieces of a matrix share the numbers of `sends`
+        sent = next((value for value in rest if isinstance(value, dict)), {})
+        given = dict(zip("GM" if method == "update" else "WO", copies))
+        given |= {f"sent[{key!r}]": t for key, t in sent.items()}
+        before = {name: t.clone() for name, t in given.items()}
+        whole = call(*copies, *rest)
+        for name, t in given.items():
+            if not torch.equal(t, before[name]):
                 raise _WrongRule(
-                    f"rule {self.name!r}: {method} changes {letter} in place, which may be the "
-                    "gradient, the state or the weight itself, and is read again in a step: "
-                    "return new tensors"
+                    f"rule {self.name!r}: {method} changes {name} in place, which is read again in "
+                    "a step, and may be the gradient, the state or the weight itself: return new "
+                    "tensors"
                 )
         results = whole if method == "update" else (whole,)
         expected = 2 if method == "update" else 1

@@ -242,7 +242,7 @@ class Rule:
     ) -> torch.Tensor:
         """Return the new W of a piece (r, c), elementwise. W and O: fp32; W may be the weight
         itself, so both must stay as they are. `scale`: as in `Units`. `sent`: name -> fp32 (r, 1),
-        (1, c) or (1, 1). Default: Muon's.
+        (1, c) or (1, 1), read by further pieces, so it must stay, too. Default: Muon's.
         """
         return W * numbers.decay - O * (scale * numbers.lr)
 
