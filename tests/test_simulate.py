@@ -196,7 +196,9 @@ def test_rows_from_before_pairs_are_planned_step_by_step(simulate):
 
 
 def test_rows_from_before_the_cuts_are_planned_with_theirs(simulate, tmp_path):
-    """Of a file with such rows those before them, whatever GPU they are of; 3 + 2 then, and squares with the others."""
+    """Of a file with such rows those before them, whatever GPU they are of, and later ones of the same commits, which
+    were measured in turns; 3 + 2 then, and squares with the others.
+    """
     method, options = part("newton_schulz.method"), simulate.arguments([])
     now, former = (simulate.planned("tiny", "fsdp", 2, options, former_cuts=cuts)[2].steps for cuts in (False, True))
     for shape, launches in (((768, 768), (3, 9)), ((768, 3072), (2, 13)), ((64, 64), (3, 9))):
@@ -206,11 +208,11 @@ def test_rows_from_before_the_cuts_are_planned_with_theirs(simulate, tmp_path):
     assert {method.restart_interval(768, m, former) for m in (768, 3072)} == {3}
     path = tmp_path / "step.csv"
     rows = [("2", simulate.PAIRS_FROM, "NVIDIA H200"), ("4", "a", "NVIDIA H200"), ("4", simulate.CUTS_FROM, "another"),
-            ("8", "b", "NVIDIA H200")]
+            ("8", "b", "NVIDIA H200"), ("16", "a", "NVIDIA H200")]
     path.write_text("\n".join([",".join([*KEYS, "gpu"]), *(
         f"{ranks},fsdp,tiny,ours,muon,eager,9,1,,{commit},{gpu}" for ranks, commit, gpu in rows), ""]))
     assert [(row["ranks"], row["former_cuts"]) for row in simulate.read_measured(path)] == [
-        ("2", True), ("4", True), ("8", False)]
+        ("2", True), ("4", True), ("8", False), ("16", True)]
 
 
 def test_slower_copies_lengthen_what_moves_memory_alone(simulate):

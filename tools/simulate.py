@@ -155,8 +155,9 @@ def _layout(shape, mode, ranks, options):
 
 
 class FormerCuts(coefficients.Steps):
-    """Five steps cut as before CUTS_FROM: 3 + 2 for short sides from 256 on. Squares from 3072 on were cut 1 + 2 + 2
-    then, too, which is not told apart here: the same FLOPs, and 2 % less of expected time.
+    """Five steps cut as before CUTS_FROM: 3 + 2 for short sides from 256 on. Short sides from 3072 on, with aspect
+    ratios up to 1.35, were cut 1 + 2 + 2 then, too. They are priced as 3 + 2: for squares equal FLOPs, 2 to 3 % more
+    expected time.
     """
 
     def intervals(self, dtype=coefficients.F16, max_steps=coefficients.NO_RESTART, n=coefficients.SMALL_SHORT_SIDE):
@@ -357,16 +358,24 @@ def read_measured(path) -> list[dict]:
     is one; and whether its step took pairs, and had the cuts before CUTS_FROM: in a file without rows of these commits
     all took pairs and none had, since it was measured later and by somebody else.
     """
-    rows = [*enumerate(read(path))]
-    pairs_from, cuts_from = (next((number for number, row in rows if row.get("commit") == commit), 0)
-                             for commit in (PAIRS_FROM, CUTS_FROM))
+    rows = read(path)
+    single, former = (commits_before(commit, rows) for commit in (PAIRS_FROM, CUTS_FROM))
     newest = {}
-    for number, row in [(i, row) for i, row in rows if row.get("gpu") == PACE["gpu"]] or rows:
+    for row in [row for row in rows if row.get("gpu") == PACE["gpu"]] or rows:
         known = row["mode"] in ("fsdp", "hsdp", "ddp", "ddp_sharded", "ep", "single") and row["model"] in MODELS
         if known and (row["implementation"], row["optimizer"]) == ("ours", "muon") and row["run"] != "replay":
             key = tuple(row[name] for name in ("model", "mode", "ranks", "run", "layers"))
-            newest[key] = row | {"pairs": number >= pairs_from, "former_cuts": number < cuts_from}
+            newest[key] = row | {"pairs": row.get("commit") not in single, "former_cuts": row.get("commit") in former}
     return list(newest.values())
+
+
+def commits_before(commit, rows) -> set:
+    """The commits whose first row is above the first row of `commit`; none without such a row. By their first rows,
+    because two builds measured in turns have rows of the former build below those of the later one. A former build
+    that is first measured below is taken for a later one.
+    """
+    commits = [row.get("commit") for row in rows]
+    return set(commits[:commits.index(commit)] if commit in commits else [])
 
 
 def fit(cluster, measured) -> dict:
