@@ -51,6 +51,7 @@ SHAPES = (24, 40), (40, 24), (32, 32)
 STEPS = 15
 TOLERANCE = 1e-5
 QUIET = 5e-7  # the movement of a weight whose update is 0 within rounding; others move by about lr / 5
+ROUNDING = "elements that only one of the two decayed, since their update is 0 within rounding"
 MOST_DECAYED_BY_ONE = 5  # elements of a case; in 50 steps of the shapes above there is one, or none
 LR, DECAY, MOMENTUM, BETA2 = 0.02, 0.1, 0.9, 0.8  # no package's defaults, so that a default left in place is seen
 OPTIONS = {"lr": LR, "weight_decay": DECAY, "momentum": MOMENTUM}
@@ -734,9 +735,9 @@ def fields(case: Case, steps: int) -> dict[str, object]:
         return {**row, "agrees": "", "reason": case.fails}
     exact, count = difference(case, steps, InFloat32(), *case.in_float32)
     few = count <= MOST_DECAYED_BY_ONE
-    rounding = f"elements that only one of the two decayed, since their update is 0 within rounding: {count}"
+    reason = case.why or (f"{ROUNDING}: {count}" if count and few else "")
     return {**row, "deviation": f"{exact:.1e}", "deviation_bf16": as_it_is(case, steps),
-            "agrees": exact <= TOLERANCE and few, "reason": case.why or (rounding if count and few else "")}
+            "agrees": exact <= TOLERANCE and few, "reason": reason}
 
 
 def compared(name: str, folder: Path | None, steps: int = STEPS) -> Iterator[dict[str, object]]:

@@ -97,6 +97,16 @@ def test_one_bucket_is_cut_where_its_transfers_would_be_waited_for(optimizer):
     assert len(bucketing.cut(work, most, 1000, costly_buckets)) == 1
 
 
+def test_a_limit_of_several_times_all_bytes_gives_the_same_buckets(optimizer):
+    """It is halved while all rounds take at most half of it; fractions of it would not cut them. No rounds end it."""
+    bucketing = part("planning.bucketing")
+    work, slow_network = layers([(100, 4)] * 8), price_of(0.0, 1.0, 2.0, 5)
+    for together in (None, held):
+        chosen = [bucketing.cut(work, most, 800 * n, slow_network, together) for n in (1, 2, 4, 8, 64)]
+        assert len(chosen[0]) > 2 and all(buckets == chosen[0] for buckets in chosen)
+    assert bucketing.cut([], most, 100) == bucketing.cut([], most, 100, lambda buckets: 0.0) == []
+
+
 @pytest.mark.parametrize("fixed", [5, 20, 80])
 def test_the_fewest_bytes_that_cost_one_percent(fixed, optimizer):
     """Every bucket takes `fixed` longer: of all equal cuts that take 1 % longer than one bucket, the finest."""

@@ -422,7 +422,9 @@ def test_cost_counts_the_cheaper_iteration(part, polar):
 
 
 def test_the_iteration_that_is_taken(part, polar):
-    """1: the standard iteration; pairs, in fp16, pay for square matrices, too. 3 only where it saves a twentieth."""
+    """1: the standard iteration; pairs, in fp16, pay for square matrices, too. 3 where it saves a twentieth, or
+    has the cuts of 2.
+    """
     method = part("newton_schulz.method")
     steps, other = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5)
     for n in (100, 300, 4096):
