@@ -190,8 +190,8 @@ MAX_INTERVAL = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}
 MAX_INTERVAL_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
 # In fp32, for iterations of more than five cubic steps
 REPEATED_CUBIC = 4
-# Sets whose first interval may have three steps in fp16, for short sides from SMALL_SHORT_SIDE on,
-# in iterations of up to five steps
+# Sets that grow slowly beyond their range: in fp16, for short sides from SMALL_SHORT_SIDE on, the
+# first interval of up to five steps may have three
 STEADY_SETS = ("jordan",)
 SMALL_SHORT_SIDE = 256
 # Iterations of more steps are cut into intervals of two steps in fp16: a singular value that leaves
@@ -341,15 +341,16 @@ class Steps:
         Five steps are cut, with `max_steps` >= 3:
 
         - fp32: 3 + 2. bf16: 2 + 2 + 1.
-        - fp16, n >= SMALL_SHORT_SIDE: 2 + 3, of STEADY_SETS 3 + 2. The first steps grow X and
-          rounding errors the most; after three, singular values may lie beyond the range of the
-          next polynomials, which those of STEADY_SETS do not (docs/math.md).
+        - fp16, n >= SMALL_SHORT_SIDE: 2 + 3. The first steps grow X and rounding errors the most;
+          after three, singular values may lie beyond the range of the next polynomials, where most
+          sets grow fast. For STEADY_SETS 3 + 2, which is more exact (docs/math.md).
         - fp16, smaller n: 1 + 2 + 2, as for every n with `max_steps` = 2. Errors weigh more the
           smaller n is. The longer intervals come last, because the first two steps have no `Pair`.
 
         More than five steps are cut into intervals of at most two in fp16. With n >=
         SMALL_SHORT_SIDE, the steps of `polar_express` after the fourth are cut into intervals of
-        at most MAX_LATE_INTERVAL: 2 + 2 + 4 for eight steps. They grow rounding errors less.
+        at most MAX_LATE_INTERVAL: 2 + 2 + 4 for eight steps. Late steps multiply rounding errors by
+        less.
         """
         length = min(max_steps, self._max_interval(dtype, n))
         half = dtype == F16

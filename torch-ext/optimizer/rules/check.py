@@ -227,27 +227,31 @@ class _Trial:
         """Raise ValueError for a phase that breaks a promise of `Rule`."""
         W, O, G, M = (self._random(SHAPE[1:]) for _ in range(4))
         if overrides(self.rule, "update"):
-            self._elementwise("update", (G, M), self.rule.update, self.numbers)
-        sent = self._units()
+            self._elementwise("update", {"G": G, "M": M}, self.numbers)
+        units = self._units()
         if overrides(self.rule, "write"):
-            shapes = {key: self._random(t.shape[1:]).abs() for key, t in sent.sent.items()}
-            self._elementwise("write", (W, O), self.rule.write, 0.5, shapes, self.numbers)
+            sent = {key: self._random(t.shape[1:]).abs() for key, t in units.sent.items()}
+            self._elementwise("write", {"W": W, "O": O}, 0.5, sent, self.numbers, sent=sent)
 
     def _random(self, shape: Sequence[int]) -> torch.Tensor:
         """Normal numbers in fp32 on the CPU, whatever torch's defaults and global generator."""
         return torch.randn(shape, generator=self.random, dtype=torch.float32, device="cpu")
 
     def _elementwise(
-        self, method: str, tensors: tuple[torch.Tensor, ...], call: Callable, *rest: Any
+        self,
+        method: str,
+        named: Mapping[str, torch.Tensor],
+        *rest: Any,
+        sent: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Check that arguments stay, shapes, and that parts of the tensors give the same as the
-        whole.
+        """Call a method with tensors and further arguments. Check that it changes none of them, the
+        shapes of results, and that parts of the tensors give the results of the whole. `sent`:
+        those of `rest`, which pieces of a matrix share.
         """
-        copies = [t.clone() for t in tensors]
-        # Pieces of a matrix share the numbers of `sends`
-        sent = next((value for value in rest if isinstance(value, dict)), {})
-        given = dict(zip("GM" if method == "update" else "WO", copies))
-        given |= {f"sent[{key!r}]": t for key, t in sent.items()}
+        call, tensors = getattr(self.rule, method), list(named.values())
+        given = {name: t.clone() for name, t in named.items()}
+        copies = list(given.values())
+        given |= {f"sent[{key!r}]": t for key, t in (sent or {}).items()}
         before = {name: t.clone() for name, t in given.items()}
         whole = call(*copies, *rest)
         for name, t in given.items():

@@ -414,6 +414,22 @@ def _rounded(values, numbers, key):
     return bits.to(tl.float32, bitcast=True)
 
 
+@jit
+def _new_momentum(m, g_at, o, written, weight, SUMS: tl.constexpr, FEEDBACK: tl.constexpr):
+    """Return the new momentum in fp32. SUMS, FEEDBACK: its form."""
+    if FEEDBACK:
+        g = tl.load(g_at, mask=written).to(tl.float32)
+        m = g * tl.load(weight) + m
+        # The bits of -0.0: only the sign
+        selected = o.to(tl.int32, bitcast=True) != -2147483648
+        m = tl.where(selected, m * tl.load(weight + 1), m)
+    elif SUMS:
+        m = m * tl.load(weight + 1) + tl.load(g_at, mask=written).to(tl.float32)
+    else:
+        m += tl.load(weight) * (tl.load(g_at, mask=written).to(tl.float32) - m)
+    return m
+
+
 @jit.unspecialized("update_momentum")
 def _update_kernel(
     records,
@@ -496,16 +512,7 @@ def _update_kernel(
         counted = tl.where(update_momentum != 0, stored, False)
         m = tl.load(m_at, mask=counted).to(tl.float32)
         old_m = m
-        if FEEDBACK:
-            g = tl.load(g_at, mask=written).to(tl.float32)
-            m = g * tl.load(weight + group) + m
-            # The bits of -0.0: only the sign
-            selected = o.to(tl.int32, bitcast=True) != -2147483648
-            m = tl.where(selected, m * tl.load(weight + group + 1), m)
-        elif SUMS:
-            m = m * tl.load(weight + group + 1) + tl.load(g_at, mask=written).to(tl.float32)
-        else:
-            m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
+        m = _new_momentum(m, g_at, o, written, weight + group, SUMS, FEEDBACK)
         tl.store(m_at, m.to(TYPE_2), mask=written)
         if COLLECTS:
             new_m = tl.where(written, m.to(TYPE_2).to(tl.float32), old_m)

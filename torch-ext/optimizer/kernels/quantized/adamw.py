@@ -40,7 +40,6 @@ tl = None  # Triton's language, put here by jit
 
 TILE = 1024  # elements of a program
 ACCESS = 4  # elements of a thread side by side: the bytes of an average lie as fp32 weights do
-BLOCKS_OF_LAUNCH = 2**31  # the kernel counts blocks in 32 bits
 # Elements that the torch path holds in fp32 at a time, on CPUs and elsewhere
 SLICE, SLICE_OF_DEVICE = 1 << 18, 1 << 24
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -129,23 +128,21 @@ def _launch(
         w = w.view(torch.int16)
     # Placeholders, which the kernel does not read
     tensors = [w, w if rest is None else rest, g, w if initial is None else initial, *averages]
-    columns = w.shape[1]
+    rows, columns = w.shape
     of_row = blocks.block_count(columns)
-    # Then a row of the kernel is a block, and no index is divided
-    is_flat = columns % BLOCK == 0 and all(t.is_contiguous() for t in tensors)
+    count = rows * of_row  # 32 bits in the kernel: 2^31 blocks are 64 G elements and more
+    strides = [t.stride(0) for t in tensors]
+    # All contiguous: a row of the kernel is a block, and no index is divided
+    is_flat = columns % BLOCK == 0 and strides == [columns] * 6 + [of_row] * 2
+    if is_flat:
+        rows, strides = count, [BLOCK] * 8
     *numbers, decay = constants
     nvidia = is_nvidia(w.device)
     options = OPTIONS_OF_NVIDIA if nvidia and is_flat else OPTIONS
     chosen = (decay, rest is not None, nvidia, is_flat, ACCESS, BLOCK, TILE, SLACK)
-    most = (BLOCKS_OF_LAUNCH - TILE) // of_row
-    for start in range(0, len(w), most):
-        some = [t[start : start + most] for t in tensors] if len(w) > most else tensors
-        strides = [BLOCK if is_flat else t.stride(0) for t in some]
-        count = len(some[0]) * of_row
-        key = (*launch_key(*some, factors), *chosen)
-        arguments = *some, *strides, factors, count if is_flat else len(some[0]), columns
-        programs = -(-count // (TILE // BLOCK))
-        _adamw_kernel.launch(programs, key, *arguments, *numbers, *chosen, **options)
+    key = (*launch_key(*tensors, factors), *chosen)
+    arguments = *tensors, *strides, factors, rows, columns, *numbers, *chosen
+    _adamw_kernel.launch(-(-count // (TILE // BLOCK)), key, *arguments, **options)
 
 
 def _step_torch(
@@ -288,30 +285,17 @@ def _adamw_kernel(
     v = dequantized_squares_tile(v, v_scale)
     m = m + (g - m) * one_minus_beta1
     v = v * beta2 + g * one_minus_beta2 * g
-    if NVIDIA:  # see [Note: ranges]
-        magnitudes = tl.abs(m).to(tl.uint32, bitcast=True)
-        most_m = tl.max(magnitudes, axis=1, keep_dims=True)
-        # Of 0, 1 less is the largest integer
-        least_m = tl.min(magnitudes - 1, axis=1, keep_dims=True)
-        most_v = tl.max(v.to(tl.uint32, bitcast=True), axis=1, keep_dims=True)
-        # 2^40, 2^34 and 2^-86, as integers: NaN is larger
-        beyond = (most_m >= 0x53800000) | (most_v >= 0x50800000) | (least_m < 0x147FFFFF)
-        fits = (eps >= 1.3877787807814457e-17) & (eps < 549755813888.0)
-        fits = fits & (correction >= 6.103515625e-05) & (correction <= 1.0)
-        if fits & (tl.max(tl.max(beyond.to(tl.int32), axis=0), axis=0) == 0):
+    if NVIDIA:
+        fits, most_m, most_v = _ranges(m, v, correction, eps)
+        if fits:
             scaled = tl.fma(v, 1.2379400392853803e27, 7.888609052210118e-31)
             update = _fast_update(m, scaled, correction, eps)
-            largest = most_m.to(tl.float32, bitcast=True)
-            m_new, m_scale = _fast_numbers(m, g, largest, SLACK)
-            v_new, v_scale = _fast_squares(v, scaled, most_v.to(tl.float32, bitcast=True))
+            m_new, m_scale = _fast_numbers(m, g, most_m, SLACK)
+            v_new, v_scale = _fast_squares(v, scaled, most_v)
         else:
-            update = _update(m, v, correction, eps)
-            m_new, m_scale = _numbers(m, g, SLACK)
-            v_new, v_scale = squares_tile(v)
+            update, m_new, m_scale, v_new, v_scale = _results(m, v, g, correction, eps, SLACK)
     else:
-        update = _update(m, v, correction, eps)
-        m_new, m_scale = _numbers(m, g, SLACK)
-        v_new, v_scale = squares_tile(v)
+        update, m_new, m_scale, v_new, v_scale = _results(m, v, g, correction, eps, SLACK)
     if DECAY == 2:  # TO_INITIAL
         first_at = _places(initials + start, row, initial_stride, column, FLAT, ACCESS)
         first = tl.load(first_at, mask=inside, other=0.0)
@@ -342,9 +326,30 @@ def _places(start, row, stride, column, FLAT: tl.constexpr, ACCESS: tl.constexpr
 
 
 @jit
-def _update(m, v, correction, eps):
-    """Return the update of a tile, for any m and v."""
-    return tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), correction + tl.zeros_like(v)) + eps)
+def _ranges(m, v, correction, eps):
+    """Return (whether a tile takes the shorter path, largest m of each row, largest v), see
+    [Note: ranges].
+    """
+    magnitudes = tl.abs(m).to(tl.uint32, bitcast=True)
+    most_m = tl.max(magnitudes, axis=1, keep_dims=True)
+    # Of 0, 1 less is the largest integer
+    least_m = tl.min(magnitudes - 1, axis=1, keep_dims=True)
+    most_v = tl.max(v.to(tl.uint32, bitcast=True), axis=1, keep_dims=True)
+    # 2^40, 2^34 and 2^-86, as integers: NaN is larger
+    beyond = (most_m >= 0x53800000) | (most_v >= 0x50800000) | (least_m < 0x147FFFFF)
+    fits = (eps >= 1.3877787807814457e-17) & (eps < 549755813888.0)
+    fits = fits & (correction >= 6.103515625e-05) & (correction <= 1.0)
+    fits = fits & (tl.max(tl.max(beyond.to(tl.int32), axis=0), axis=0) == 0)
+    return fits, most_m.to(tl.float32, bitcast=True), most_v.to(tl.float32, bitcast=True)
+
+
+@jit
+def _results(m, v, g, correction, eps, SLACK: tl.constexpr):
+    """Return (update, numbers of m, scales of m, numbers of v, scales of v) of any tile."""
+    update = tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), correction + tl.zeros_like(v)) + eps)
+    m_new, m_scale = _numbers(m, g, SLACK)
+    v_new, v_scale = squares_tile(v)
+    return update, m_new, m_scale, v_new, v_scale
 
 
 @jit
@@ -359,7 +364,7 @@ def _numbers(m, g, SLACK: tl.constexpr):
 
 @jit
 def _fast_update(m, scaled, correction, eps):
-    """Return `_update`, see [Note: ranges]. `scaled`: v 2^90."""
+    """Return the update of `_results`, see [Note: ranges]. `scaled`: v 2^90."""
     # 2^-35: the quotient is 2^80 times that of unscaled numbers
     small = correction * 2.9103830456733704e-11
     divisor = quotient_tile(root_tile(scaled), small, reciprocal_tile(small))
