@@ -88,12 +88,10 @@ def best_rates(rows: list[dict[str, str]]) -> list[str]:
         for name, by_lr in sorted(losses.items()):
             lr = convergence_table.best_rate(by_lr)
             others = sorted({len(found) for other, found in by_lr.items() if other != lr})
-            shown, loss = f"{lr:g}", statistics.mean(by_lr[lr].values())
-            shown += ", at the edge" if others and not convergence_table.is_bracketed(lr, by_lr) else ""
-            if loss >= convergence_table.LOST:
-                shown = "all diverged"
-            lines.append(f"| {model} | {name} | {shown} | {'' if shown == 'all diverged' else f'{loss:.4f}'} | "
-                         f"{len(by_lr[lr])} | {'/'.join(map(str, others))} |")
+            loss = statistics.mean(by_lr[lr].values())
+            edge = ", at the edge" if others and not convergence_table.is_bracketed(lr, by_lr) else ""
+            shown = "all diverged | " if loss >= convergence_table.LOST else f"{lr:g}{edge} | {loss:.4f}"
+            lines.append(f"| {model} | {name} | {shown} | {len(by_lr[lr])} | {'/'.join(map(str, others))} |")
     return lines
 
 
