@@ -171,7 +171,7 @@ def draw(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
 def draw_curves(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
     """Held-out loss over tokens at the best rate of each optimizer, mean of its seeds. Dotted: AdamW's last loss."""
     found = sweeps_of(rows)[sweep]
-    tokens, last = float(found[0]["tokens"]) / int(sweep[2]) / 1e6, []
+    millions_per_step, last = float(found[0]["tokens"]) / int(sweep[2]) / 1e6, []
     styles = itertools.cycle(STYLES)
     for name in dict.fromkeys(row["optimizer"] for row in found):
         best = convergence_table.best_rows(found, name)
@@ -179,7 +179,8 @@ def draw_curves(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
         if curve[-1][1] >= convergence_table.LOST:
             continue
         style, colour = ("-", COLOURS[name]) if name in COLOURS else next(styles)
-        axes.plot([tokens * step for step, _ in curve], [loss for _, loss in curve], style, color=colour, label=name)
+        tokens = [millions_per_step * step for step, _ in curve]
+        axes.plot(tokens, [loss for _, loss in curve], style, color=colour, label=name)
         last.append(curve[-1][1])
         if name == "adamw":
             axes.axhline(curve[-1][1], color=colour, linestyle=":", linewidth=1)
