@@ -9,19 +9,17 @@ to try the script.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
-import statistics
 import sys
 from pathlib import Path
 
 import torch
-from torch import nn
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
-from offload import CUDA, DEVICE, bytes_of_other_work, empty, other_work, sync, timed  # noqa: E402
+from offload import CUDA, DEVICE, empty, median_times, other_work, peak_bytes  # noqa: E402
 from rows import add_output, append  # noqa: E402
+from step import parameters  # noqa: E402
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={HERE.parent}")
 
@@ -43,38 +41,21 @@ def make(package, case, params):
 
 
 def measure(package, name, shapes, case, commit):
-    torch.manual_seed(0)
-    params = [nn.Parameter(0.02 * torch.randn(s, device=DEVICE)) for s in shapes]
-    for p in params:
-        p.grad = 0.01 * torch.randn_like(p)
+    params = parameters(shapes, "single", 1, DEVICE)
     elements = sum(p.numel() for p in params)
     opt = make(package, case, params)
     for _ in range(5):
         opt.step()
-    sync()
-    if CUDA:
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-    opt.step()
-    sync()
-    peak = torch.cuda.max_memory_allocated() - bytes_of_other_work() if CUDA else 0
-    idle, behind = [], []
-    for _ in range(20):
-        sync()
-        idle.append(timed(opt.step, 1))
-    for _ in range(20):
-        sync()
-        other_work(PRODUCTS)
-        behind.append(timed(opt.step, 1)[0])
+    peak = peak_bytes(opt.step)
+    idle, host = median_times(opt.step, 20)
+    behind, _ = median_times(opt.step, 20, PRODUCTS)
     state = sum(t.nbytes for p in params for t in opt.state[p].values() if isinstance(t, torch.Tensor))
-    ms = statistics.median(behind)
     moved = BYTES[case] * elements / 1e9
     return {"commit": commit, "gpu": torch.cuda.get_device_name() if CUDA else "cpu", "torch": torch.__version__,
-            "parameters": name, "elements": elements, "case": case, "behind_ms": round(ms, 4),
-            "idle_ms": round(statistics.median(t for t, _ in idle), 4),
-            "host_ms": round(statistics.median(h for _, h in idle), 4), "state_mib": round(state / 2**20, 1),
+            "parameters": name, "elements": elements, "case": case, "behind_ms": round(behind, 4),
+            "idle_ms": round(idle, 4), "host_ms": round(host, 4), "state_mib": round(state / 2**20, 1),
             "peak_over_weights_and_gradients_mib": round((peak - 8 * elements) / 2**20, 1),
-            "gb_moved": round(moved, 3), "gb_per_s": round(moved / ms * 1e3, 1)}
+            "gb_moved": round(moved, 3), "gb_per_s": round(moved / behind * 1e3, 1)}
 
 
 def main():

@@ -524,6 +524,8 @@ class Training:
         self.optimizers = maker(run.optimizer, options.folders)(matrices, rest, run.lr)
         if self.bf16:
             self.optimizers[0].load_master_weights(whole)
+        # As numbers: a package may hold its rate in a tensor, and write to it
+        self.rates = [[float(group["lr"]) for group in opt.param_groups] for opt in self.optimizers]
         self.order = torch.Generator().manual_seed(run.seed)
 
     def groups(self) -> tuple[list[nn.Parameter], list[dict]]:
@@ -564,18 +566,26 @@ class Training:
         warmup = max(1, int(WARMUP * self.steps))
         return (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)
 
+    def prepare(self, step: int) -> torch.Tensor:
+        """Write the rates of a step into the groups, and return where the windows of its batch begin."""
+        for opt, lrs in zip(self.optimizers, self.rates):
+            for group, lr in zip(opt.param_groups, lrs):
+                group["lr"] = lr * self.factor(step)
+        return torch.randint(len(self.text) - self.size.seq, (self.size.batch,), generator=self.order)
+
+    def backward(self, starts: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch; its clipped gradients are in the parameters."""
+        loss = self.loss(*windows(self.text, starts.to(self.device), self.size.seq))
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        return loss.detach()
+
     def row(self) -> dict:
-        # As numbers: a package may hold its rate in a tensor, and write to it
-        size, rates = self.size, [[float(group["lr"]) for group in opt.param_groups] for opt in self.optimizers]
-        curve, marks = [], []
+        size, curve, marks = self.size, [], []
         for step in range(self.steps):
-            for opt, lrs in zip(self.optimizers, rates):
-                for group, lr in zip(opt.param_groups, lrs):
-                    group["lr"] = lr * self.factor(step)
-            starts = torch.randint(len(self.text) - size.seq, (size.batch,), generator=self.order)
+            starts = self.prepare(step)
             begin = self.mark()
-            self.loss(*windows(self.text, starts.to(self.device), size.seq)).backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.backward(starts)
             middle = self.mark()
             for opt in self.optimizers:
                 opt.step()

@@ -35,7 +35,7 @@ def best_rate(losses: dict[object, dict[int, float]]) -> object:
 
 
 def is_bracketed(rate: float, rates: Iterable[float]) -> bool:
-    """Whether rates above and below were tried, too: else the best one may lie beyond those that were."""
+    """Whether a rate has both a lower and a higher one among `rates`: else the best rate may lie beyond all of them."""
     return any(other < rate for other in rates) and any(other > rate for other in rates)
 
 
@@ -72,8 +72,8 @@ def times_of(rows: list[dict[str, str]]) -> tuple[str, str, str]:
 
 
 def shown_rate(rows: list[dict[str, str]], best: list[dict[str, str]]) -> str:
-    """The best rate of matrices, and whether it was the only one or the last one in a direction. AdamW's rates of
-    embeddings and head are swept, too; of other optimizers rates with other ones are not compared.
+    """The best rate of matrices, and whether no other rate was tried, or none below or above it. Of AdamW all runs
+    count; of another optimizer, those with the rates of embeddings and head that `best` has.
     """
     alike = [row for row in rows if row["optimizer"] == best[0]["optimizer"] and (
         row["optimizer"] == "adamw" or all(row[key] == best[0][key] for key in RATES[1:]))]
@@ -104,7 +104,7 @@ def table(rows: list[dict[str, str]]) -> list[str]:
     target = statistics.mean(losses["adamw"]) if "adamw" in losses else None
     timed = {name: timed_rows(rows, best) or best for name, best in found.items()}
     common = statistics.mode(gpu for own in timed.values() for gpu in {row["gpu"]: None for row in own})
-    # Times of two GPUs have no meaning together: those of the GPU of most lines, or else of the newest row's
+    # A line has the times of one GPU: the one that most optimizers ran on or, without rows of it, the newest row's
     gpu_of = {name: common if any(row["gpu"] == common for row in own) else own[-1]["gpu"]
               for name, own in timed.items()}
     heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "less muon's",
@@ -127,7 +127,7 @@ def table(rows: list[dict[str, str]]) -> list[str]:
 
 
 def elsewhere(rows: list[dict[str, str]], gpus: list[str]) -> list[str]:
-    """A line with the times of `rows` on each of `gpus`, those of lines that have another GPU than Muon's."""
+    """Lines with the times of Muon's `rows` on each of `gpus`, which other optimizers were timed on."""
     found = {gpu: times_of(newest_of(rows, gpu)) for gpu in gpus if any(row["gpu"] == gpu for row in rows)}
     return [line for gpu, (whole, own, memory) in found.items() for line in (
         "", f"muon on {short_name(gpu)}: step {whole} ms, optimizer {own} ms, {memory} MiB.")]

@@ -15,11 +15,9 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent)]
-from convergence import CLIP, SIZES, Run, Training  # noqa: E402
-from corpus import windows  # noqa: E402  examples/corpus.py, on the path by convergence.py
+from convergence import SIZES, Run, Training  # noqa: E402
 
 MOMENTUM = 0.95
 
@@ -30,10 +28,11 @@ def main() -> None:
     run = Run("muon", options.lr, options.embed_lr, options.embed_lr, options.seed)
     training, found = Training(run, options, device), {}
     for step in range(max(options.at)):
-        losses = one_step(training, step)
+        loss = training.backward(training.prepare(step))
+        training.optimizers[0].step()
         if step + 1 in options.at:
             found |= {f"{step + 1} {name}": U.bfloat16().cpu() for name, U in matrices(training)}
-            print(f"step {step + 1}: loss {losses.item():.4f}", flush=True)
+            print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
         training.model.zero_grad()
     torch.save(found, options.out)
     print(f"{len(found)} matrices: {options.out}")
@@ -52,20 +51,6 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.steps, options.folders = None, {}
     return options
-
-
-def one_step(training: Training, step: int) -> torch.Tensor:
-    """Train one step; gradients stay. Returns the loss."""
-    size, optimizer = training.size, training.optimizers[0]
-    for group in optimizer.param_groups:
-        group.setdefault("first_lr", float(group["lr"]))
-        group["lr"] = group["first_lr"] * training.factor(step)
-    starts = torch.randint(len(training.text) - size.seq, (size.batch,), generator=training.order)
-    loss = training.loss(*windows(training.text, starts.to(training.device), size.seq))
-    loss.backward()
-    nn.utils.clip_grad_norm_(training.model.parameters(), CLIP)
-    optimizer.step()
-    return loss.detach()
 
 
 def matrices(training: Training):

@@ -30,8 +30,7 @@ sys.path[:0] = [str(HERE)]
 import torch  # noqa: E402
 from models import shapes_of  # noqa: E402
 from rows import add_output, append  # noqa: E402
-from step import OTHER_WORK  # noqa: E402
-from torch import nn  # noqa: E402
+from step import OTHER_WORK, parameters  # noqa: E402
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={HERE.parent}")
 
@@ -129,13 +128,31 @@ def timed(work, count):
     return begin.elapsed_time(end), host
 
 
+def median_times(step, count, products=0):
+    """Medians of the ms of `count` steps and of the host's ms, each step from an idle GPU or behind `products`."""
+    times = []
+    for _ in range(count):
+        sync()
+        other_work(products)
+        times.append(timed(step, 1))
+    return [statistics.median(some) for some in zip(*times)]
+
+
+def peak_bytes(step):
+    """The most bytes that are allocated during a step, without those of `other_work`; 0 without a GPU."""
+    if not CUDA:
+        return 0
+    gc.collect()
+    sync()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    sync()
+    return torch.cuda.max_memory_allocated() - bytes_of_other_work()
+
+
 def measure(package, model, case, options, rate):
     layers = LAYERS[model]
-    shapes = shapes_of(model, layers)
-    torch.manual_seed(0)
-    params = [nn.Parameter(0.02 * torch.randn(s, device=DEVICE)) for s in shapes]
-    for p in params:
-        p.grad = 0.01 * torch.randn_like(p)
+    params = parameters(shapes_of(model, layers), "single", 1, DEVICE)
     elements = sum(p.numel() for p in params)
     opt = make(package, case, params)
     sync()
@@ -147,26 +164,9 @@ def measure(package, model, case, options, rate):
         opt.step()
     sync()
     row = [timed(opt.step, 6)[0] / 6 for _ in range(2)]
-    idle, hosts, behind, behind_hosts = [], [], [], []
-    for _ in range(5):
-        sync()
-        ms, host = timed(opt.step, 1)
-        idle.append(ms)
-        hosts.append(host)
-    for _ in range(5):
-        sync()
-        other_work()
-        ms, host = timed(opt.step, 1)
-        behind.append(ms)
-        behind_hosts.append(host)
-    peak = 0
-    sync()
-    if CUDA:
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        opt.step()
-        sync()
-        peak = torch.cuda.max_memory_allocated() - bytes_of_other_work()
+    idle, host = median_times(opt.step, 5)
+    behind, host_behind = median_times(opt.step, 5, OTHER_WORK[0])
+    peak = peak_bytes(opt.step)
     report = opt.memory_report()
     slots = sum(r.nbytes for r in report.rows if "slots" in r.what)
     on_gpu, on_host = (report.bytes_of("state", where=w) for w in ("device", "host"))
@@ -177,9 +177,9 @@ def measure(package, model, case, options, rate):
     found = {
         "commit": options.commit, "gpu": torch.cuda.get_device_name() if CUDA else "cpu", "torch": torch.__version__,
         "model": model, "layers": layers, "elements": elements, "case": case,
-        "in_a_row_ms": min(row), "behind_ms": statistics.median(behind), "idle_ms": statistics.median(idle),
-        "host_ms": statistics.median(hosts), "host_behind_ms": statistics.median(behind_hosts), "first_s": first,
-        "parts": parts, "pcie_both_gbs": rate, "pcie_floor_ms": on_host / rate / 1e6,
+        "in_a_row_ms": min(row), "behind_ms": behind, "idle_ms": idle, "host_ms": host,
+        "host_behind_ms": host_behind, "first_s": first, "parts": parts, "pcie_both_gbs": rate,
+        "pcie_floor_ms": on_host / rate / 1e6,
         "state_gpu_mib": on_gpu / mib, "state_host_mib": on_host / mib, "workspace_mib": workspace / mib,
         "slots_mib": slots / mib, "tables_mib": tables / mib, "peak_mib": peak / mib,
         "peak_over_weights_and_gradients_mib": (peak - 8 * elements) / mib,

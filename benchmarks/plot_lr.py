@@ -88,12 +88,10 @@ def best_rates(rows: list[dict[str, str]]) -> list[str]:
         for name, by_lr in sorted(losses.items()):
             lr = convergence_table.best_rate(by_lr)
             others = sorted({len(found) for other, found in by_lr.items() if other != lr})
-            shown, loss = f"{lr:g}", statistics.mean(by_lr[lr].values())
-            shown += ", at the edge" if others and not convergence_table.is_bracketed(lr, by_lr) else ""
-            if loss >= convergence_table.LOST:
-                shown = "all diverged"
-            lines.append(f"| {model} | {name} | {shown} | {'' if shown == 'all diverged' else f'{loss:.4f}'} | "
-                         f"{len(by_lr[lr])} | {'/'.join(map(str, others))} |")
+            loss = statistics.mean(by_lr[lr].values())
+            edge = ", at the edge" if others and not convergence_table.is_bracketed(lr, by_lr) else ""
+            shown = "all diverged | " if loss >= convergence_table.LOST else f"{lr:g}{edge} | {loss:.4f}"
+            lines.append(f"| {model} | {name} | {shown} | {len(by_lr[lr])} | {'/'.join(map(str, others))} |")
     return lines
 
 
@@ -173,7 +171,7 @@ def draw(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
 def draw_curves(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
     """Held-out loss over tokens at the best rate of each optimizer, mean of its seeds. Dotted: AdamW's last loss."""
     found = sweeps_of(rows)[sweep]
-    tokens, last = float(found[0]["tokens"]) / int(sweep[2]) / 1e6, []
+    millions_per_step, last = float(found[0]["tokens"]) / int(sweep[2]) / 1e6, []
     styles = itertools.cycle(STYLES)
     for name in dict.fromkeys(row["optimizer"] for row in found):
         best = convergence_table.best_rows(found, name)
@@ -181,7 +179,8 @@ def draw_curves(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
         if curve[-1][1] >= convergence_table.LOST:
             continue
         style, colour = ("-", COLOURS[name]) if name in COLOURS else next(styles)
-        axes.plot([tokens * step for step, _ in curve], [loss for _, loss in curve], style, color=colour, label=name)
+        tokens = [millions_per_step * step for step, _ in curve]
+        axes.plot(tokens, [loss for _, loss in curve], style, color=colour, label=name)
         last.append(curve[-1][1])
         if name == "adamw":
             axes.axhline(curve[-1][1], color=colour, linestyle=":", linewidth=1)

@@ -20,9 +20,9 @@ again after Muon's `release()` ("released"): workspace, graphs and process group
 One CSV row for each block. Times in ms are the largest over the ranks, then the median over the block's steps;
 outside_ms is a step less `step()` and less what +idle and +products add. Clocks, watts and the share of samples with a
 clock held down by the power limit ("capped") are means over the ranks, of forward and backward; mhz_low is the slowest
-rank's; joules are of a whole step. But NVML's watts are means over the last second: they hold other phases, and in
-short blocks the variant before. joules over step_ms are kW of a block. All stay empty without NVML. `--summary` prints
-the medians of a table and measures nothing.
+rank's; joules are of a whole step. NVML's watts are means over the last second, so they include other phases and, in
+short blocks, the variant before; joules / step_ms is a block's power in kW. Without NVML all these columns are empty.
+`--summary` prints the medians of a table and measures nothing.
 """
 
 from __future__ import annotations

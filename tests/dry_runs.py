@@ -68,8 +68,8 @@ class Stub:
 
 
 def end_with_llvm(backend=None, stages=None, *_):
-    """Write no code for the stub, which loads none; tests/compile_kernels.py writes it. Without arguments: what a cache
-    knows this by (Triton 3.7).
+    """End compilation with LLVM's text: the stub loads no code, and tests/compile_kernels.py writes code. Without
+    arguments, as Triton 3.7 calls it, return the key and the hash for Triton's cache.
     """
     if backend is None:
         return "llvm", "llvm"
@@ -311,12 +311,14 @@ if __name__ == "__main__":
 
         gc.freeze()
     for number, name in enumerate(others):  # each in a process of its own, which imports nothing again
-        if number == 1:  # the first has shown when Triton's files are read, 400 MB
+        # Each process hashes Triton's files once, 400 MB. The first scenario does so itself, and reports how often; the
+        # others inherit the hash.
+        if number == 1:
             from triton.runtime.cache import triton_key
 
             triton_key()
         if (child := os.fork()) == 0:
             run(name)
-            os._exit(0)  # Python would take a second to end
+            os._exit(0)  # without Python's teardown, which takes a second
         assert os.waitpid(child, 0)[1] == 0, name
     run(last)

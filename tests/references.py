@@ -21,7 +21,7 @@ def gram(X: torch.Tensor, steps, dtype: torch.dtype, most: int = 100, halves: bo
     """Gram Newton-Schulz as in Dao-AILab's package, with the restarts that `steps` asks for, and step by step.
 
     halves: one half of each n x n product is computed and mirrored, as by kernels of symmetric products. Rounded
-    factors do not commute, so the mirrored product of a matrix with a kernel has none any more.
+    factors do not commute, so the mirrored product of singular matrices need not be singular.
     """
     X = _normalised(X, dtype)
 

@@ -36,7 +36,8 @@ def run_script(script: Path, *arguments, timeout: float = 240.0) -> subprocess.C
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
-        assert process.exitcode is not None, f"{script} took longer than {timeout:g} s"
+            process.join()
+            raise AssertionError(f"{script} took longer than {timeout:g} s")
         return subprocess.CompletedProcess(command, process.exitcode, *(file.read_text() for file in files))
 
 
@@ -48,7 +49,7 @@ def _run_here(argv: list[str], files: list[Path], environment: dict[str, str]) -
     start, sys.argv = mp.start_processes, argv
 
     def start_forked(work, arguments=(), *rest, start_method="spawn", **options):
-        pickle.dumps((work, arguments))  # a user's ranks are not forked, and get both so
+        pickle.dumps((work, arguments))  # outside tests ranks are spawned, and receive both pickled
         return start(work, arguments, *rest, **options, start_method="fork")
 
     mp.start_processes = start_forked

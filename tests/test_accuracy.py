@@ -68,7 +68,8 @@ def errors(polar, X, name, dtype, monkeypatch, forms=(1, 3)):
         everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about, most=most: most)
         paths.forget(polar, monkeypatch)
         ours, one = polar.orthogonalize(X.float(), name, dtype=dtype), most == 1
-        # Three steps after a restart multiply what mirrored halves leave in a kernel: both have it then
+        # Mirrored halves leave rounding errors in the null space of X, which three steps after a restart multiply.
+        # So the reference mirrors there, as the package does
         halves = dtype == F16 and most == 3 and [len(part) for part in steps.intervals(dtype, most)] == [2, 3]
         theirs = (references.standard(short, steps, dtype) if one else
                   references.gram(short, steps, dtype, most, halves))
@@ -112,8 +113,8 @@ def test_error_of_at_most_two_steps_between_restarts_is_no_larger_than_the_refer
     check_no_larger(pairs, dtype)
 
 
-# On a CPU Jordan's coefficients, which meet the products with two steps between restarts above, meet them here in the
-# workflow alone: a set takes the interpreter 12 s.
+# The interpreter takes 12 s for the products of a set. So it takes Jordan's coefficients here only in the workflow; the
+# test above has them with at most two steps between restarts.
 @pytest.mark.parametrize("where", ["products", "chip"])
 @pytest.mark.parametrize("name, dtype", SETS, ids=str)
 def test_error_of_the_kernels_is_no_larger_than_the_reference(
@@ -128,7 +129,7 @@ def test_error_of_the_kernels_is_no_larger_than_the_reference(
     if paths.INTERPRETED and dtype == BF16:
         pytest.skip("the interpreter multiplies bf16 wrongly")
     if where == "products" and name == "jordan" and paths.INTERPRETED and not THOROUGH:
-        pytest.skip("the workflow test.yml runs it")
+        pytest.skip("takes 12 s; runs with OPTIMIZER_THOROUGH, as in the workflow test.yml")
     if where == "products":
         for question in ("supports", "follows"):
             monkeypatch.setattr(part("kernels.onchip.polar"), question, lambda *about: False)
@@ -176,8 +177,8 @@ def test_no_singular_value_leaves_the_range_of_later_steps(polar, device, monkey
     ("polar_express", 9, 2, 3, 100), ("polar_express", 11, 2, 3, 100), ("polar_express", 12, 2, 3, 100),
     ("jordan", 8, 3), ("deepseek_v4", 10, 3)] for most in limits])
 def test_a_few_heavy_rows_spoil_no_schedule(polar, monkeypatch, as_large, name, count, most):
-    """A row with much of the norm has rounding errors in A as large as the floor. With a first interval of three steps
-    singular values left the range of the next steps, and grew to Inf.
+    """A row with much of the norm has rounding errors in A as large as the floor. After a first interval of three steps
+    singular values may leave the range of the next steps, and grow to Inf.
     """
     take("torch", monkeypatch)
     everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)

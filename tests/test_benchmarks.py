@@ -187,7 +187,7 @@ def test_the_table_of_polar_factors_takes_the_commit_with_most_stacks(monkeypatc
 def factors(optimizer, tmp_path, monkeypatch):
     """(benchmarks/polar_page.py, a function that runs it on two tiny stacks with two other packages, the table)."""
     page, out = load("polar_page", monkeypatch), tmp_path / "page.csv"
-    ours = part("newton_schulz.orthogonalize")  # the script has it take given cuts, for good
+    ours = part("newton_schulz.orthogonalize")  # the script replaces its restart_interval, and does not put it back
     monkeypatch.setattr(ours, "restart_interval", ours.restart_interval)
     monkeypatch.setattr(page.peers, "POLAR", {"whole": lambda steps: lambda X: X, "none": lambda steps: 1 / 0})
 
@@ -587,6 +587,19 @@ def test_launches_are_counted(monkeypatch):
     assert launches == 2
     x.fill_(3)
     assert (replay() == 8).all()
+
+
+def test_the_step_of_a_trace_is_the_last_range_of_its_name(monkeypatch):
+    """On the device also torch's own range, which is nested in "step"; on the host no range with a longer name."""
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "tools"))
+    window = importlib.import_module("timeline").window
+    named = [("user_annotation", "step", 1), ("user_annotation", "step", 5), ("user_annotation", "step_hooks", 20),
+             ("user_annotation", "Optimizer.step#Muon.step", 40)]
+    host = [{"cat": cat, "name": name, "ts": ts, "dur": 2} for cat, name, ts in named]
+    device = [{"cat": "gpu_user_annotation", "name": name, "ts": ts, "dur": 4}
+              for name, ts in (("step", 2), ("Optimizer.step#Muon.step", 7), ("Optimizer.zero_grad#Muon", 30))]
+    assert window(host + device, on_device=False) == window(host, on_device=True) == (5, 7)
+    assert window(host + device, on_device=True) == (7, 11) and window(device, on_device=False) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")

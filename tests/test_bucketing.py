@@ -98,7 +98,9 @@ def test_one_bucket_is_cut_where_its_transfers_would_be_waited_for(optimizer):
 
 
 def test_a_limit_of_several_times_all_bytes_gives_the_same_buckets(optimizer):
-    """It is halved while all rounds take at most half of it; fractions of it would not cut them. No rounds end it."""
+    """A limit is halved while all rounds together take at most half of it: fractions of a larger limit would cut
+    nothing. Without any rounds the halving ends, too.
+    """
     bucketing = part("planning.bucketing")
     work, slow_network = layers([(100, 4)] * 8), price_of(0.0, 1.0, 2.0, 5)
     for together in (None, held):

@@ -291,13 +291,14 @@ def fail(optimizer):
 
 @pytest.mark.parametrize("route", BUCKET_UPDATES)
 def test_a_fault_at_every_hop_is_told_and_nothing_goes_on_silently(route, tmp_path, optimizer):
-    """The others raise within the timeout and name the bucket, all of which is of the old step or of the new. A route
-    meets all pairs of place, fault and hop; each three of them are met on one of the routes.
+    """The others raise within the timeout and name the bucket, all of which is of the old step or of the new. Each
+    route meets every pair of a place, a fault and a hop; each triple of them is met on one route.
     """
     cases = [(struck, route, *case) for case in itertools.product(PLACES, FAULTS, range(len(HOPS)))]
     cases += [(struck, route, *case, "skip") for case in itertools.product(PLACES, FAULTS, (0, len(HOPS)))]
     turn = [*BUCKET_UPDATES].index(route)
-    cases = [case for case in cases if THOROUGH or turn == (PLACES.index(case[2]) + fault_of(case) + case[4]) % 3]
+    cases = [case for case in cases
+             if THOROUGH or turn == (PLACES.index(case[2]) + fault_of(case) + case[4]) % len(BUCKET_UPDATES)]
     cases.sort(key=fault_of, reverse=True)
     first = [(through, route, nonfinite) for nonfinite in ("propagate", "skip")]
     for case, (seen, own) in zip(cases, run_mortal(cases, tmp_path, first=first)):

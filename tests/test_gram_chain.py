@@ -37,7 +37,7 @@ def taken(resident, part, monkeypatch):
 
 
 def intervals(part, name, n=256, count=None):
-    """[(interval, pair)] of a set that has pairs, of intervals with one."""
+    """[(interval, pair)] of those intervals of a set that have a pair."""
     steps = part("newton_schulz.coefficients").steps_of(name, count or SETS[name])
     return [(interval, pair) for interval, pair in zip(steps.intervals(F16, 3, n), steps.pairs(F16, 3, n)) if pair]
 

@@ -748,9 +748,10 @@ def train(model, opts, machine, way, tokens):
         opt.zero_grad()
 
 
-MESHES = {"one": (1,), "fsdp": (2,), "hsdp of one": (2, 1), "hsdp": (2, 2)}  # an axis of 1: a way has either
+MESHES = {"one": (1,), "fsdp": (2,), "hsdp of one": (2, 1), "hsdp": (2, 2)}
 
 
+# Each way meets one of the two meshes that have an axis of 1, and all others
 @pytest.mark.parametrize("mesh_shape, way", [
     pytest.param(shape, way, id=f"{name}-{way}") for name, shape in MESHES.items() for number, way in enumerate(WAYS)
     if THOROUGH or 1 not in shape or (len(shape) + number) % 2])

@@ -34,7 +34,7 @@ STEPS, LR = 2, 0.1
 SMALL_STATE = {"halves": {"master_weights": "split16"}, "host memory": {"offload_state": True},
                "at random": {"rounding": "stochastic", "rounding_seed": 1}}
 OF_BF16 = ("halves", "at random")
-# In the examples of each portion
+# What the examples of each portion have to meet
 MET = {"dtensor", "ddp", "unreduced", "two axes", "strided", F32, BF16, F16, None, *SMALL_STATE}
 
 

@@ -88,7 +88,7 @@ def test_without_branches_the_kernel_has_the_same_bits(case, paths_of, monkeypat
         results.append([w, *own])
         if choice and case not in ("beyond", "no eps", "large eps"):
             tiles = 2 * -(-ms.numel() // (adamw.TILE // adamw.BLOCK))  # of both steps
-            assert tiles <= 2 * len(ran) / RECIPROCALS <= 2 * tiles
+            assert tiles / 2 <= len(ran) / RECIPROCALS <= tiles  # at least half of them took the shorter path
         else:
             assert not ran
     for ours, theirs in zip(*results):

@@ -258,7 +258,7 @@ def test_a_change_of_the_momentum_and_back_begins_from_zero(optimizer):
 @pytest.mark.parametrize("kind, rule, has_state", [("Muon", "hyperball", True), ("NorMuon", None, True),
                                                    ("Muon", "scion", False), ("Muon", None, False)])
 def test_state_of_muon_by_name_loads_into_a_rule(kind, rule, has_state, optimizer, tmp_path):
-    """Which stays that of the group, with the options of the checkpoint. A file lacks no key of the state."""
+    """The rule stays that of the group; options come from the checkpoint. A file must have every key of the state."""
     def made():
         return getattr(optimizer, kind)([("weight", p) for p in weights()], **{"rule": rule} if rule else {})
 

@@ -5,7 +5,6 @@ import functools
 import importlib.metadata
 import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from tests import paths
+from tests.ranks import THOROUGH
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_BYTES = {"sm80": 166912, "sm90": 232448, "sm100": 232448, "gfx942": 65536,
@@ -51,8 +51,8 @@ def test_every_kernel_compiles(tmp_path, sizes, archs):
     take about as long as each other. The others share a cache: of two with the same code, what they launch alike is
     compiled once.
     """
-    archs, thorough = archs.split(), os.environ.get("OPTIMIZER_THOROUGH")
-    if archs != ["sm90"] and not thorough:
+    archs = archs.split()
+    if archs != ["sm90"] and not THOROUGH:
         archs = [arch for arch in archs if arch not in ("sm86", "sm100")]  # in the workflow test.yml
     if reason := paths.why_no_triton():
         pytest.skip(reason)
@@ -60,9 +60,9 @@ def test_every_kernel_compiles(tmp_path, sizes, archs):
     if sizes == "uneven" and usual:
         pytest.skip("with Triton 3.6 GPUs have run these; an assertion of 3.7.1's LLVM ended the process")
     environment = paths.compiler_environment(tmp_path)
-    if archs != ["sm90"] and not thorough:
+    if archs != ["sm90"] and not THOROUGH:
         environment["DISABLE_LLVM_OPT"] = "1"  # no assembler reads the text, and it takes half as long
-    command = [sys.executable, "-m", "tests.compile_kernels", f"--{sizes}", *["--few"] * (usual and not thorough),
+    command = [sys.executable, "-m", "tests.compile_kernels", f"--{sizes}", *["--few"] * (usual and not THOROUGH),
                *(f"{arch}={SHARED_BYTES[arch]}" for arch in archs)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

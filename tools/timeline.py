@@ -129,11 +129,12 @@ def outermost(events) -> list:
 
 def window(events, on_device) -> tuple[float, float] | None:
     """(begin, end) of the last range that is named "step": on the device, if it is there, over all streams. There,
-    torch's own range of `Optimizer.step` counts, too: of ranges within each other the device has the inner one alone.
+    torch's own range of `Optimizer.step` counts, too: of nested ranges, a trace has only the inner one on the device.
     """
     for category in ("gpu_user_annotation", "user_annotation") if on_device else ("user_annotation",):
-        inner = "Optimizer.step#" if category == "gpu_user_annotation" else STEP
-        marked = [e for e in events if e.get("cat") == category and (e["name"] == STEP or e["name"].startswith(inner))]
+        ranges = [e for e in events if e.get("cat") == category]
+        marked = [e for e in ranges if e["name"] == STEP
+                  or category == "gpu_user_annotation" and e["name"].startswith("Optimizer.step#")]
         if marked:
             last = marked[-1]
             same = [e for e in marked if e["ts"] < last["ts"] + last["dur"] and last["ts"] < e["ts"] + e["dur"]]

@@ -151,3 +151,13 @@ def test_ms_swift(monkeypatch):
     assert isinstance(optimizer, package().Muon)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.02, 0.3)
     assert lowers_the_loss(model, optimizer, 16)
+
+
+def test_a_skip_fails_where_its_framework_is_required(monkeypatch):
+    from tests.frameworks import conftest
+
+    monkeypatch.setattr(conftest, "REQUIRED", ["swift"])
+    for name, outcome in (("swift.optimizers", "failed"), ("axolotl", "skipped")):
+        place = "file", 1, "test"
+        report = pytest.TestReport("test", place, {}, "skipped", ("file", 1, f"could not import '{name}'"), "call")
+        assert conftest._failed_if_required(report).outcome == outcome

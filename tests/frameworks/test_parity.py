@@ -58,7 +58,7 @@ def test_two_ranks_with_fsdp2(tmp_path, loop):
     if loop == "fabric":
         fabric()
         if not os.environ.get("OPTIMIZER_FRAMEWORKS"):
-            pytest.skip("runs in the workflow's job of frameworks: 20 s of two cores")
+            pytest.skip("takes 20 s of two cores; runs with OPTIMIZER_FRAMEWORKS, as in the workflow test.yml")
     else:
         pytest.importorskip("transformers")
         pytest.importorskip("accelerate")
