@@ -32,7 +32,8 @@ seed 0: first all together, then each by itself, in rounds until a round changes
 all together only, at the ratios that were best with 30m. A rate counts as found once both of its neighbours are worse.
 All further optimizers take AdamW's rates for embeddings and head, and sweep the rate of matrices likewise. So AdamW has
 three swept rates (124m: one), and every other optimizer one. Rates at which training diverged are halved until a run
-has a loss.
+has a loss. Optimizers whose step is that of `muon` up to rounding or coefficients take its rate (RATE_OF_MUON). With 30m
+on the text "packages" each of them was swept, and the best rate was that of `muon` for all eight.
 
 Seeds. The best rates train with three seeds, 0 to 2, and `muon` with five, 0 to 4 (124m: three). `torch_muon` also
 trains with the best rates of `muon` and the seeds of `muon`, for the comparison of both seed by seed. The table says
@@ -66,7 +67,7 @@ from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
-from convergence_table import LOST, RATES, table  # noqa: E402
+from convergence_table import LOST, RATE_OF_MUON, RATES, table  # noqa: E402
 from corpus import VOCABULARY, even_windows, is_heldout, read_corpus, source_files, windows  # noqa: E402
 from gpt import GPT  # noqa: E402
 from rows import add_output, append, read  # noqa: E402
@@ -95,6 +96,7 @@ class Size:
     steps: int
     rates: tuple[float, float, float] = (2e-3, 2e-3, 2e-3)  # where the search of AdamW's rates begins
     apart: bool = True  # AdamW's rates are also searched each by itself
+    first: float = 1.0  # of the other optimizers' first rates
     parity: tuple[int, ...] = PARITY_SEEDS
 
 
@@ -102,7 +104,7 @@ SIZES = {
     "tiny": Size(1, 64, 2, 4, 32, 8),  # for tests
     "30m": Size(9, 512, 8, 64, 512, 600),
     # As many tokens as 30m, in the same order. A run takes three times as long, so the search is shorter
-    "124m": Size(13, 896, 14, 64, 512, 600, rates=(1e-3, 2e-3, 2e-3), apart=False, parity=SEEDS),
+    "124m": Size(13, 896, 14, 64, 512, 600, rates=(1e-3, 2e-3, 2e-3), apart=False, first=0.5, parity=SEEDS),
 }
 
 
@@ -289,12 +291,22 @@ def wanted(name: str, losses: dict[Run, float], size: Size = SIZES["30m"]) -> li
     if name != "adamw":
         if missing:
             return []
-        best, missing = search(replace(best, optimizer=name, lr=OPTIMIZERS[name].lr), ("lr",), losses)
+        swept = "muon" if name in RATE_OF_MUON else name
+        best, missing = matrix_rate(swept, best, losses, size)
+        if swept != name:
+            if missing:
+                return []
+            best = replace(best, optimizer=name)
     runs = missing or [replace(best, seed=seed) for seed in (size.parity if name == "muon" else SEEDS)]
     if name == "torch_muon" and not missing:  # compared with our Muon at our rate, seed by seed
-        ours, waits = search(replace(best, optimizer="muon", lr=OPTIMIZERS["muon"].lr), ("lr",), losses)
+        ours, waits = matrix_rate("muon", best, losses, size)
         runs += [] if waits else [replace(best, lr=ours.lr, seed=seed) for seed in size.parity]
     return [run for run in dict.fromkeys(runs) if run not in losses]
+
+
+def matrix_rate(name: str, start: Run, losses: dict[Run, float], size: Size) -> tuple[Run, list[Run]]:
+    """(Best run of an optimizer with the rates of embeddings and head of `start`, runs that are missing to find it)."""
+    return search(replace(start, optimizer=name, lr=size.first * OPTIMIZERS[name].lr), ("lr",), losses)
 
 
 def adamw_rates(losses: dict[Run, float], size: Size = SIZES["30m"]) -> tuple[Run, list[Run]]:

@@ -15,6 +15,10 @@ RATES = ("lr", "embed_lr", "head_lr")
 STUDENT_T = {3: (4.303, 2.920, 1.061), 4: (3.182, 2.353, 0.978), 5: (2.776, 2.132, 0.941)}  # seeds -> .975, .95, .8
 # Nats per byte. On seed 0 of 30m on packages, twice and half the best rate cost our Muon 0.025 and 0.011
 MARGIN = 0.005
+# Optimizers whose step is Muon's up to rounding or coefficients, and which take its rate. Each was swept with 30m on
+# packages, and all found Muon's
+RATE_OF_MUON = ("int8_momentum", "int8_averages", "split16", "bf16_weights_stochastic", "bf16_momentum", "turbo",
+                "cubic", "eight_steps")
 LOST = 1e9  # loss of a run that diverged, so that rows can be compared
 
 
@@ -72,13 +76,14 @@ def times_of(rows: list[dict[str, str]]) -> tuple[str, str, str]:
 
 
 def shown_rate(rows: list[dict[str, str]], best: list[dict[str, str]]) -> str:
-    """The best rate of matrices, and whether no other rate was tried, or none below or above it. Of AdamW all runs
-    count; of another optimizer, those with the rates of embeddings and head that `best` has.
+    """The best rate of matrices, and whether it was taken from Muon, no other rate was tried, or none below or above
+    it. Of AdamW all runs count; of another optimizer, those with the rates of embeddings and head that `best` has.
     """
     alike = [row for row in rows if row["optimizer"] == best[0]["optimizer"] and (
         row["optimizer"] == "adamw" or all(row[key] == best[0][key] for key in RATES[1:]))]
     lr, rates = float(best[0]["lr"]), {float(row["lr"]) for row in alike}
-    return f"{lr:g}" + (", unswept" if len(rates) == 1 else "" if is_bracketed(lr, rates) else ", at the edge")
+    alone = ", Muon's" if best[0]["optimizer"] in RATE_OF_MUON else ", unswept"
+    return f"{lr:g}" + (alone if len(rates) == 1 else "" if is_bracketed(lr, rates) else ", at the edge")
 
 
 def mean_curve(rows: list[dict[str, str]]) -> list[tuple[int, float]]:

@@ -4,7 +4,7 @@ packages. One CSV row for each measurement.
     make build && python benchmarks/schedules.py errors times peers
     ... errors --schedules polar_express:8 deepseek_v4:10 --shapes 512x2048
     ... times --stacks 2x3072x8192
-    ... errors times --schedules polar_express:5 --cuts 3+2 2+3 1+2+2
+    ... errors times --schedules polar_express:5 --cuts 3+2 2+3 1+2+2    "standard", "taken": 1+1+..., the package's
     ... errors --momenta momenta.pt --schedules polar_express:5    of a training, {name: matrix} as torch.save writes it
     ... peers --peers torch.compile gns dion --jobs 8
 
@@ -12,8 +12,8 @@ A cut is the steps of each restart interval, "3+5"; "1+1+1" is the standard iter
 all spectra of tests/spectra.py, over matrices with two to four levels of singular values ("levels"), over noise plus
 one direction ("line"), and over 2 to 24 parallel rows with most of the norm above a flat floor ("parallel"), relative
 to the same polynomials in fp64: a column for each kind, the largest of its matrices, and the largest of all.
-`largest` is the largest singular value of a result, divided by that of the exact result; in rows of 49e4b58, the ratio
-of their Schatten norms of order 64. "times": the standard
+`largest` is the largest singular value of a result, divided by that of the exact result, to 2e-4; in rows of 49e4b58,
+the ratio of their Schatten norms of order 64. "times": the standard
 iteration and cuts with at most two, at most three and more steps, in turns by CUDA graph; the note says which one the
 package takes. "peers": the package beside torch.compile, gram-newton-schulz and Dion, with the same triples for all.
 Products of the package are in fp16, inputs in bf16 where nothing else is said. A missing peer leaves its fields empty,
@@ -97,11 +97,13 @@ def schedule_of(text: str) -> tuple[str, int]:
     return name, int(count)
 
 
-def cut_of(text: str) -> tuple[int, ...]:
-    """The `type` of an option: "3+2" is (3, 2)."""
+def cut_of(text: str) -> tuple[int, ...] | str:
+    """The `type` of an option: "3+2" is (3, 2); "standard" and "taken" stay."""
     parts = text.split("+")
+    if text in ("standard", "taken"):
+        return text
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text} is no cut, as in 3+2")
+        raise argparse.ArgumentTypeError(f"{text} is no cut, as in 3+2, nor standard or taken")
     return tuple(map(int, parts))
 
 
@@ -163,7 +165,7 @@ def errors(package, options):
             steps, X = package.steps(name, count), matrices.to(dtype)
             exact = composed(X, steps)
             sizes, largest_exact = exact.norm(dim=(1, 2)), largest_values(exact)
-            for cut in given_cuts(options.cuts, count) if options.cuts else candidates(package, steps, n, m):
+            for cut in given_cuts(package, steps, n, m, options.cuts) if options.cuts else candidates(package, steps, n, m):
                 O = package.orthogonalize(X, package.with_cut(steps, cut))
                 found = ((O.double() - exact).norm(dim=(1, 2)) / sizes).nan_to_num(float("inf")).cpu()
                 by_kind = {f"error {kind}": f"{found[place].max().item():.2e}" for kind, place in kinds.items()}
@@ -173,19 +175,29 @@ def errors(package, options):
                                      error=f"{found.max().item():.2e}", largest=f"{growth:.4f}")
 
 
-def given_cuts(cuts, count: int) -> list[tuple[int, ...]]:
-    """The cuts of --cuts that have this number of steps. SystemExit if none has."""
-    found = [cut for cut in cuts if sum(cut) == count]
+def given_cuts(package, steps, n, m, cuts) -> list[tuple[int, ...]]:
+    """The cuts of --cuts that have as many steps as `steps`. SystemExit if none has."""
+    count = len(steps.triples)
+    named = {"standard": lambda: (1,) * count, "taken": lambda: package.cut(steps, n, m)}
+    found = [named[cut]() if cut in named else cut for cut in cuts]
+    found = [*dict.fromkeys(cut for cut in found if sum(cut) == count)]
     if not found:
         raise SystemExit(f"--cuts has no cut of {count} steps")
     return found
 
 
 def largest_values(O):
-    """The largest singular value of each of the matrices (N, n, m); inf for one that is not finite."""
+    """The largest singular value of each of the matrices (N, n, m), at most 1e-4 too large; inf for one that is not
+    finite. The norm of a power of O O^T lies between that power of the largest eigenvalue and sqrt(n) times that.
+    """
     finite = O.isfinite().all(dim=2).all(dim=1)
     X = torch.where(finite[:, None, None], O.double(), 0.0)
-    values = torch.linalg.eigvalsh(X @ X.mT)[:, -1].clamp_min(0).sqrt()
+    power, logarithm = X @ X.mT, 0.0
+    for doubling in range(16):
+        size = power.norm(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(power.dtype).tiny)
+        logarithm = logarithm + size.log() / 2**doubling
+        power = (power / size) @ (power / size)
+    values = (logarithm.flatten() / 2).exp()
     return torch.where(finite, values, float("inf"))
 
 
@@ -272,7 +284,7 @@ def times(package, options):
         n, m = sorted(shape[1:])
         cuts = {(1,) * count: None}
         cuts |= {package.cut(steps, n, m, most): None for most in (2, 3, package.coefficients.NO_RESTART)}
-        cuts = dict.fromkeys(given_cuts(options.cuts, count)) if options.cuts else cuts
+        cuts = dict.fromkeys(given_cuts(package, steps, n, m, options.cuts)) if options.cuts else cuts
         calls = {}
         for cut in cuts:
             call = functools.partial(package.orthogonalize, X, package.with_cut(steps, cut), torch.empty_like(X))

@@ -123,12 +123,12 @@ def test_ways_of_one_bucket(what, stacks, tmp_path):
 def test_cuts_on_momenta_of_a_training(tmp_path):
     momenta, out = tmp_path / "momenta.pt", tmp_path / "schedules.csv"
     run("momenta.py", "--size", "tiny", "--at", 1, 3, "--eager", "--out", momenta)
-    run("schedules.py", "errors", "--momenta", momenta, "--schedules", "polar_express:5", "--cuts", "3+2", "1+2+2",
-        "--commit", "abc", "--out", out)
+    run("schedules.py", "errors", "--momenta", momenta, "--schedules", "polar_express:5", "--cuts", "3+2",
+        "standard", "1+2+2", "taken", "--commit", "abc", "--out", out)
     with open(out, newline="") as file:
         rows = list(csv.DictReader(file))
     assert {(row["rows"], row["cols"], row["n"]) for row in rows} == {("64", "64", "8"), ("64", "192", "6")}
-    assert [row["cut"] for row in rows] == ["3+2", "1+2+2"] * 4
+    assert [row["cut"] for row in rows] == ["3+2", "1+1+1+1+1", "1+2+2"] * 4  # of so small matrices, taken is standard
     assert all(row["error"] == row["error momentum"] and .9 < float(row["largest"]) < 1.1 for row in rows)
 
 
@@ -947,7 +947,7 @@ def test_an_optimizer_whose_run_fails_is_left_out_and_others_go_on(sweep, capsys
 
 def test_the_plan_says_at_least_how_many_runs_are_missing(monkeypatch):
     sweep = load("convergence", monkeypatch)
-    names = ["adamw", "muon", "torch_muon", "split16"]
+    names = ["adamw", "muon", "torch_muon", "cautious", "split16"]
 
     def loss(run):
         return math.log2(run.lr / 5e-4) ** 2 + math.log2(run.embed_lr / 4e-3) ** 2 + 0.01 * run.seed
@@ -960,10 +960,30 @@ def test_the_plan_says_at_least_how_many_runs_are_missing(monkeypatch):
         losses |= {run: loss(run) for run in runs}
     assert counts == sorted(counts) and counts[0] < len(losses) == counts[-1]
     assert not any(sweep.still_missing(names, losses).values())
-    assert [len(runs) for runs in sweep.still_missing(["cubic"], losses).values()] == [0, 5]
+    assert [len(runs) for runs in sweep.still_missing(["per_head"], losses).values()] == [0, 5]
     large = sweep.still_missing(names, {}, sweep.SIZES["124m"])  # AdamW's three rates together, three seeds each
-    assert {name: len(runs) for name, runs in large.items()} == {"adamw": 5, "muon": 5, "torch_muon": 5, "split16": 5}
+    assert {name: len(runs) for name, runs in large.items()} == dict.fromkeys(names, 5) | {"split16": 3}
     assert {run.embed_lr / run.lr for run in large["adamw"]} == {2.0}
+    assert {run.lr for run in large["muon"]} == {1e-3, 2e-3, 4e-3}
+
+
+def test_optimizers_with_muons_step_take_its_rate(monkeypatch):
+    """They begin once Muon's search has ended, and train three seeds with the best rate alone."""
+    sweep = load("convergence", monkeypatch)
+    assert set(sweep.RATE_OF_MUON) < set(sweep.OPTIMIZERS)
+
+    def loss(run):
+        return math.log2(run.lr / 5e-4) ** 2 + 0.01 * run.seed
+
+    losses = {}
+    for name in ("adamw", "muon"):
+        while runs := sweep.wanted(name, losses):
+            assert sweep.wanted("int8_momentum", losses) == [] or all(run.lr == 5e-4 for run in runs)
+            losses |= {run: loss(run) for run in runs}
+    for name in sweep.RATE_OF_MUON:
+        runs = sweep.wanted(name, losses)
+        assert [(run.lr, run.seed) for run in runs] == [(5e-4, seed) for seed in sweep.SEEDS]
+        assert not sweep.wanted(name, losses | dict.fromkeys(runs, 0.0))
 
 
 def test_the_best_rate_is_that_of_the_seeds_that_all_rates_have(monkeypatch):
@@ -1005,14 +1025,14 @@ def test_a_queue_takes_runs_of_later_sweeps_and_pauses(sweep, monkeypatch):
 def test_a_process_ends_with_a_run_that_failed_and_another_goes_on(sweep, monkeypatch):
     """With threads in place of processes, trainings that only have a loss, and an optimizer whose runs fail."""
     convergence, options = sweep
-    options.optimizers, workers = ["split16", "muon"], []
+    options.optimizers, workers = ["cautious", "muon"], []
 
     class Training:
         def __init__(self, run, options, device):
             self.run = run
 
         def row(self):
-            if self.run.optimizer == "split16":
+            if self.run.optimizer == "cautious":
                 raise RuntimeError("no such optimizer")
             rates = (self.run.lr, self.run.embed_lr, self.run.head_lr)
             return dict.fromkeys(convergence.COLUMNS, 1) | vars(self.run) | {
@@ -1029,7 +1049,7 @@ def test_a_process_ends_with_a_run_that_failed_and_another_goes_on(sweep, monkey
     monkeypatch.setattr(convergence.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(convergence.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(convergence.Queue, "worker", worker)
-    with pytest.raises(SystemExit, match="runs failed of: split16$"):
+    with pytest.raises(SystemExit, match="runs failed of: cautious$"):
         convergence.Queue([convergence.Sweep(options)], options).run()
     assert len(workers) == 3 and not any(thread.is_alive() for thread in workers)
     losses = convergence.losses_of(convergence.rows_so_far(options))
