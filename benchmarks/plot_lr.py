@@ -3,11 +3,12 @@
     python benchmarks/plot_lr.py benchmarks/results/convergence.csv --out docs/figures --docs docs
 
 Writes learning_rates_<size>_<text>.png and losses_<size>_<text>.png (loss over tokens at the best rates) for each size
-and text in the CSV, and learning_rates_demo.png. A dot is a run. A line joins the means over the seeds that all rates
-of an optimizer have, by which the best is chosen: more seeds of the best rate alone would bend the line. Of AdamW, the
-runs with the rates of embeddings and head that all other optimizers have. Figures are of all GPUs without --gpu and
---commit: a loss is comparable, other than a time. With --docs, writes the tables of learning_rates.md and evidence.md
-in that folder anew, too, and the list of figures. Those are of all rows, also with --gpu and --commit.
+and text in the CSV, differences.png (loss less Muon's of all of them) and learning_rates_demo.png. A dot is a run. A
+line joins the means over the seeds that all rates of an optimizer have, by which the best is chosen: more seeds of the
+best rate alone would bend the line. Of AdamW, the runs with the rates of embeddings and head that all other optimizers
+have. Figures are of all GPUs without --gpu and --commit: a loss is comparable, other than a time. With --docs, writes
+the tables of learning_rates.md and evidence.md in that folder anew, too, and the list of figures. Those are of all
+rows, also with --gpu and --commit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
         rows, _ = rows_of(options.csv, options.gpu, options.commit)
     figures = {figure_of(sweep): partial(draw, sweep=sweep) for sweep in sweeps_of(rows)}
     figures |= {figure_of(sweep, "losses"): partial(draw_curves, sweep=sweep) for sweep in sweeps_of(rows)}
-    write(options.out, {**figures, "learning_rates_demo": draw_demo}, rows)
+    write(options.out, {**figures, "differences": draw_differences, "learning_rates_demo": draw_demo}, rows)
     if options.docs:
         rows = read(options.csv)
         write_parts(Path(options.docs, "learning_rates.md"),
@@ -113,6 +114,7 @@ def evidence(rows: list[dict[str, str]]) -> dict[str, list[str]]:
         none = missing[2] == ""  # no line of an optimizer
         parts["missing runs"] += [f"**{name}**: {'none.' if none else ''}".rstrip(), ""]
         parts["missing runs"] += [] if none else [*missing, ""]
+    parts["rules"] += ["", "![Loss less Muon's of all sweeps, with 95 % intervals](figures/differences.png)"]
     texts = dict.fromkeys([*TEXTS, *(corpus for _, corpus, _ in sweeps)])
     unseen = [f"{size} on {corpus}" for size in convergence.SIZES if size != "tiny" for corpus in texts
               if (size, corpus) not in {sweep[:2] for sweep in sweeps}]
@@ -187,6 +189,30 @@ def draw_curves(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
     axes.set_ylim(0.97 * min(last), 2 * min(last))
     axes.set(xlabel="tokens (millions)", ylabel="held-out loss (nats per byte)", title=f"GPT, {name_of(sweep)}")
     return True
+
+
+def draw_differences(axes, rows: list[dict[str, str]]) -> bool:
+    """Loss less Muon's at the best rates, mean and 95 % interval over seeds, of each sweep. Without AdamW, which is far
+    beyond the others. False if no optimizer has enough seeds.
+    """
+    sweeps, names = sweeps_of(rows), [name for name in convergence.OPTIMIZERS if name not in ("adamw", "muon")]
+    seen = False
+    for number, (sweep, found) in enumerate(sweeps.items()):
+        muon = convergence_table.best_rows(found, "muon")
+        gaps = {name: convergence_table.gaps_of(convergence_table.best_rows(found, name), muon) for name in names}
+        gaps = {name: gap for name, gap in gaps.items()
+                if len(gap) in convergence_table.STUDENT_T and max(map(abs, gap)) < convergence_table.LOST / 2}
+        if gaps:
+            places = [names.index(name) + 0.2 * (number - (len(sweeps) - 1) / 2) for name in gaps]
+            axes.errorbar([statistics.mean(gap) for gap in gaps.values()], places,
+                          xerr=[convergence_table.half_width(gap) for gap in gaps.values()],
+                          fmt="o", markersize=4, capsize=2, label=name_of(sweep))
+            seen = True
+    axes.axvline(0, color="black", linewidth=0.5)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="held-out loss less Muon's (nats per byte)", title="lower is better")
+    return seen
 
 
 def draw_demo(axes, rows: list[dict[str, str]]) -> bool:

@@ -165,7 +165,8 @@ def errors(package, options):
             steps, X = package.steps(name, count), matrices.to(dtype)
             exact = composed(X, steps)
             sizes, largest_exact = exact.norm(dim=(1, 2)), largest_values(exact)
-            for cut in given_cuts(package, steps, n, m, options.cuts) if options.cuts else candidates(package, steps, n, m):
+            cuts = options.cuts
+            for cut in given_cuts(package, steps, n, m, cuts) if cuts else candidates(package, steps, n, m):
                 O = package.orthogonalize(X, package.with_cut(steps, cut))
                 found = ((O.double() - exact).norm(dim=(1, 2)) / sizes).nan_to_num(float("inf")).cpu()
                 by_kind = {f"error {kind}": f"{found[place].max().item():.2e}" for kind, place in kinds.items()}

@@ -438,10 +438,10 @@ def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch
     rates = {path.name for path in (tmp_path / "figures").iterdir()}
     sweeps = ("30m_fake_100_steps", "124m_packages")
     losses = {f"losses_{name}.png" for name in sweeps}
-    assert rates == losses | {f"learning_rates_{name}.png" for name in (*sweeps, "demo")}
+    assert rates == losses | {"differences.png"} | {f"learning_rates_{name}.png" for name in (*sweeps, "demo")}
     rates_page, text = ((tmp_path / name).read_text() for name in ("learning_rates.md", "evidence.md"))
-    assert set(re.findall(r"\(figures/(.*?)\)", rates_page)) == rates - losses
-    assert set(re.findall(r"\(figures/(.*?)\)", text)) == losses
+    assert set(re.findall(r"\(figures/(.*?)\)", rates_page)) == rates - losses - {"differences.png"}
+    assert set(re.findall(r"\(figures/(.*?)\)", text)) == losses | {"differences.png"}
     unwrapped = " ".join(text.split())
     assert ('M parameters, 100 steps, 2.0 M tokens of the text "fake" (1.5 MB). GPU: A, NVIDIA B. torch 2.11.'
             in unwrapped)

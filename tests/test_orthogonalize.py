@@ -27,6 +27,9 @@ BOUNDS = {"gaussian": 0.004, "k^-1/2": 0.010, "1/k": 0.030, "1/k^2": 0.100, "log
 # The same for the presets in fp16: "turbo" with its rows scaled before the cast, "cubic" without a restart.
 PRESETS = {"turbo": dict(zip(KINDS, (.003, .009, .005, .018, .012, .016, .024, .040, .003, .004))),
            "cubic": dict(zip(KINDS, (.006, .008, .040, .070, .025, .030, .012, .025, .003, .006)))}
+# "polar_express" in fp16 with short sides from 256 on, cut 2+3 (docs/math.md, "Five steps"): more is left of directions
+# that the matrix hardly has
+CUT_2_3 = {"log to 1e-3": 0.045, "half rank": 0.200}
 FACTORS = {F32: 2.0**-8, F16: 1.0, BF16: 8.0}
 
 
@@ -550,7 +553,8 @@ def test_error_over_spectra_on_a_gpu(part, polar, monkeypatch, kind, dtype, most
     everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     X = spectrum(kind, 384, 1536).float().cuda()
     O = polar.orthogonalize(X, dtype=dtype)
-    assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
+    bound = CUT_2_3.get(kind, BOUNDS[kind]) if (dtype, most) == (F16, 3) else BOUNDS[kind]
+    assert error(O, X, polar.steps_of("polar_express")) < bound * FACTORS[dtype]
 
 
 @pytest.mark.gpu

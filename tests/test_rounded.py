@@ -1,5 +1,5 @@
 """Roots and quotients without branches, and the path of AdamW's kernel for 8-bit averages that takes them: on NVIDIA's
-GPUs, and with fused multiply-adds in the interpreter.
+GPUs, and without one with fused multiply-adds in the interpreter.
 """
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 
-from tests.paths import quiet, take
+from tests.paths import INTERPRETED, quiet, take
 from tests.ranks import part
 
-pytestmark = quiet
+pytestmark = [quiet, *[pytest.mark.interpreter] * INTERPRETED]
 
 
 def fused(x, y, z):
@@ -29,11 +29,13 @@ def fused(x, y, z):
 @pytest.fixture
 def paths_of(monkeypatch):
     """Let the interpreter round `tl.fma` once. Return a function that chooses the path of NVIDIA's GPUs or the other,
-    and the instructions of NVIDIA's that ran.
+    and the instructions of NVIDIA's that ran in the interpreter.
     """
+    adamw, ran = part("kernels.quantized.adamw"), []
+    choose = lambda choice: monkeypatch.setattr(adamw, "is_nvidia", lambda device: choice)  # noqa: E731
+    if not INTERPRETED:
+        return choose, ran
     from triton.runtime import interpreter
-
-    ran = []
 
     def create_fma(self, x, y, z):
         return interpreter.TensorHandle(fused(*numpy.broadcast_arrays(x.data, y.data, z.data)), z.dtype.scalar)
@@ -46,8 +48,7 @@ def paths_of(monkeypatch):
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", create_inline_asm)
-    adamw = part("kernels.quantized.adamw")
-    return lambda choice: monkeypatch.setattr(adamw, "is_nvidia", lambda device: choice), ran
+    return choose, ran
 
 
 RECIPROCALS = 4  # of a tile on the shorter path
@@ -62,22 +63,23 @@ CASES = {
 }
 
 
-@pytest.mark.interpreter
 @pytest.mark.parametrize("case", CASES)
-def test_without_branches_the_kernel_has_the_same_bits(case, paths_of, monkeypatch):
+def test_without_branches_the_kernel_has_the_same_bits(case, paths_of, device, monkeypatch):
     choose, ran = paths_of
     columns, size, of_gradients, decay, eps, correction = CASES[case]
     adamw, blocks, squares = (part(f"kernels.quantized.{name}") for name in ("adamw", "blocks", "squares"))
     torch.manual_seed(0)
     shape = (48, columns)
-    rows = size ** torch.rand(48, 1)
-    (m, ms), (v, vs) = blocks.quantize(torch.randn(shape) * rows), squares.quantize((torch.randn(shape) * rows) ** 2)
-    g = torch.randn(shape) * of_gradients ** torch.rand(shape)
-    start, first = torch.randn(shape), torch.randn(shape)
+    with device:
+        rows = size ** torch.rand(48, 1)
+        m, ms = blocks.quantize(torch.randn(shape) * rows)
+        v, vs = squares.quantize((torch.randn(shape) * rows) ** 2)
+        g = torch.randn(shape) * of_gradients ** torch.rand(shape)
+        start, first = torch.randn(shape), torch.randn(shape)
+        factors = torch.tensor([0.99, 0.01, 0.2, correction])
     # Without gradient, without weight, and never seen: all averages are 0
     g[:, ::5], start[:, ::3], g[::7] = 0.0, 0.0, 0.0
     m[::14], v[::14], start[1::14] = 0, 0, 0.0
-    factors = torch.tensor([0.99, 0.01, 0.2, correction])
     constants, results = adamw.Constants.of(0.9, 0.95, eps, decay), []
     take("triton", monkeypatch)
     for choice in (False, True):
@@ -86,7 +88,7 @@ def test_without_branches_the_kernel_has_the_same_bits(case, paths_of, monkeypat
         for _ in range(2):
             adamw.step(w, g, own, factors, constants, None, first if decay == 2 else None)
         results.append([w, *own])
-        if choice and case not in ("beyond", "no eps", "large eps"):
+        if choice and INTERPRETED and case not in ("beyond", "no eps", "large eps"):
             tiles = 2 * -(-ms.numel() // (adamw.TILE // adamw.BLOCK))  # of both steps
             assert tiles / 2 <= len(ran) / RECIPROCALS <= tiles  # at least half of them took the shorter path
         else:
@@ -95,22 +97,23 @@ def test_without_branches_the_kernel_has_the_same_bits(case, paths_of, monkeypat
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.interpreter
-def test_subnormal_updates_are_rounded_once(paths_of, monkeypatch):
+def test_subnormal_updates_are_rounded_once(paths_of, device, monkeypatch):
     """By `div_rn`: the shorter path rounds a subnormal quotient twice. Some of them lie midway between two numbers."""
     choose, ran = paths_of
     adamw, blocks = (part(f"kernels.quantized.{name}") for name in ("adamw", "blocks"))
     torch.manual_seed(0)
-    g, m, ms = torch.zeros(64, 64), torch.randint(-127, 128, (64, 64)).to(torch.int8), torch.full((64, 1), 2.0**-114)
-    v, vs = torch.zeros(64, 64, dtype=torch.uint8), torch.zeros(64, 1)
+    with device:
+        g, factors = torch.zeros(64, 64), torch.tensor([1.0, 0.0, 1.0, 0.5])
+        m, ms = torch.randint(-127, 128, (64, 64)).to(torch.int8), torch.full((64, 1), 2.0**-114)
+        v, vs = torch.zeros(64, 64, dtype=torch.uint8), torch.zeros(64, 1)
     constants = adamw.Constants.of(0.5, 0.95, 3 * 2.0**35, 0)
     exact = blocks.dequantize(m, ms).double() / 2 / constants.eps
     assert ((exact * 2.0**149).frac().abs() == 0.5).sum() > 500
     take("triton", monkeypatch)
     for choice in (False, True):
         choose(choice)
-        w, own = torch.zeros(64, 64), adamw.Averages(m.clone(), v.clone(), ms.clone(), vs.clone())
-        adamw.step(w, g, own, torch.tensor([1.0, 0.0, 1.0, 0.5]), constants)
+        w, own = torch.zeros_like(g), adamw.Averages(m.clone(), v.clone(), ms.clone(), vs.clone())
+        adamw.step(w, g, own, factors, constants)
         assert not ran and 0 < w.abs().max() < 2.0**-126
         assert torch.equal(w, -exact.float())
 

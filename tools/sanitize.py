@@ -92,12 +92,12 @@ def raw(gram, device, n, m) -> None:
 
 
 def resident(device) -> None:
-    """Gram matrices that stay in shared memory, and what follows them: a pair, and a step before one."""
-    module, steps = part("kernels.onchip.gram_chain"), part("newton_schulz.coefficients").steps_of("polar_express")
+    """Gram matrices that stay in shared memory, and what follows them: a pair, and a step before one (cut 3+2)."""
+    module, steps = part("kernels.onchip.gram_chain"), part("newton_schulz.coefficients").steps_of("jordan")
     raw = padded(2, 200, 500, torch.bfloat16, device)
     squares = [(1e-3 * torch.randn(2, 256, 256, device=device)).to(HALF)[:, :200, :200] for _ in range(4)]
     module._known.clear()
-    for interval, pair in zip(steps.intervals(), steps.pairs()):
+    for interval, pair in zip(steps.intervals(), steps.pairs(), strict=True):
         module.follow(interval, pair, *squares)
         for X in (padded(2, 200, 500, HALF, device), raw):
             module.follow(interval, pair, *squares, (X, None))
