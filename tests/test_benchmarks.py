@@ -414,7 +414,9 @@ def test_learning_rates_are_those_of_the_document(tmp_path, monkeypatch):
 
 
 def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch):
-    """Rules are told apart by three seeds: lower, higher, no difference; others are open or not run."""
+    """Differences from Muon are found with three seeds: lower, higher or none; others are open or not run. The summary
+    has the sweeps with AdamW, Muon and NorMuon.
+    """
     losses = {("adamw", 0.001): [0.9, 0.91, 0.9], ("muon", 0.004): [0.8, 0.81, 0.79], ("muon", 0.002): [0.85],
               ("normuon", 0.004): [0.7, 0.711, 0.69], ("cubic", 0.004): [0.9, 0.911, 0.89],
               ("per_head", 0.004): [0.8, 0.811, 0.789], ("split16", 0.004): [0.8]}
@@ -451,11 +453,16 @@ def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch
         assert f"| {line} | 10.00 | 1.00 | 5 | A |\n" in text
     assert re.search(r"^\| cubic .* \| 10.00 \| 1.00 \| 5 \| B \|$", text, re.M)
     assert "\nmuon on B: step 30.00 ms, optimizer 1.00 ms, 5 MiB.\n" in text
-    for line in ("loss lower than Muon's: normuon.", "no difference from Muon's loss found: per_head.",
-                 "loss higher than Muon's: adamw, cubic.",
-                 "open, fewer than three seeds in common with Muon: split16.", "not run: torch_muon, keller"):
-        assert f"- 30m on fake, 100 steps, {line}" in unwrapped
-    assert "- 124m on packages, loss lower than Muon's: none." in text
+    # A column for each sweep; in the second Muon has two seeds and no other optimizer but AdamW ran
+    for name, cell in {"normuon": r"\*\*lower\*\* -0\.0997 \+- 0\.0014", "per_head": r"\+0\.0000 \+- 0\.0025",
+                       "cubic": r"\*\*higher\*\* \+0\.1003 \+- 0\.0014", "split16": r"open, 1 seed: \+0\.0000",
+                       "keller": "not run"}.items():
+        assert re.search(rf"^\| {name} \| .+ \| {cell} \| not run \|$", text, re.M), name
+    assert re.search(r"^\| adamw \| .+ \| \*\*higher\*\* .+ \| open, 1 seed: \+0\.1000 \|$", text, re.M)
+    for line in (" | 30m on fake, 100 steps", "AdamW: last loss | 0.9033", "Muon: tokens to that loss | 90 %",
+                 "NorMuon: last loss minus AdamW's | -0.2030", "Muon: best `lr` of matrices / AdamW's | 4",
+                 "NorMuon: time of a training step / AdamW's | 1.000 (A)"):
+        assert f"| {line} |\n" in text
     assert "| muon | 0.004, at the edge | 2 | 0.5100 |" in text
     assert "No run yet: 30m on packages, 30m on stdlib, 124m on stdlib, 124m on fake." in text
     assert "| muon | 4 | 3 | 0 |\n" in text and max(map(len, text.split("## Runs")[0].splitlines())) < 130
