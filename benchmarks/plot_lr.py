@@ -83,19 +83,26 @@ def links(rows: list[dict[str, str]]) -> list[str]:
 
 
 def best_rates(rows: list[dict[str, str]]) -> list[str]:
-    """The table of best rates of all sweeps, the demo's being the last."""
-    lines = ["| model | optimizer | best `lr` | held-out loss | seeds at this `lr` | seeds at other rates |",
-             "|---|---|---|---|---|---|"]
-    sweeps = {name_of(sweep): losses_of(found) for sweep, found in sweeps_of(rows).items()}
-    for model, losses in {**sweeps, "demo": demo_losses()}.items():
-        for name, by_lr in sorted(losses.items()):
-            lr = convergence_table.best_rate(by_lr)
-            others = sorted({len(found) for other, found in by_lr.items() if other != lr})
-            loss = statistics.mean(by_lr[lr].values())
-            edge = ", at the edge" if others and not convergence_table.is_bracketed(lr, by_lr) else ""
-            shown = "all diverged | " if loss >= convergence_table.LOST else f"{lr:g}{edge} | {loss:.4f}"
-            lines.append(f"| {model} | {name} | {shown} | {len(by_lr[lr])} | {'/'.join(map(str, others))} |")
+    """The table of best rates: a line for each optimizer, a column for each sweep, the demo's being the last."""
+    sweeps, demo = sweeps_of(rows), demo_losses()
+    lines = [f"| {' | '.join(('optimizer', *map(name_of, sweeps), 'demo'))} |", "|---" * (len(sweeps) + 2) + "|"]
+    for name in convergence.OPTIMIZERS:
+        cells = [best_rate(found, name) for found in sweeps.values()]
+        lr = convergence_table.best_rate(demo[name]) if name in demo else None
+        cells += ["" if lr is None else f"{lr:g} ({len(demo[name][lr])})"]
+        lines += [f"| {' | '.join((name, *cells))} |"] if any(cells) else []
     return lines
+
+
+def best_rate(rows: list[dict[str, str]], name: str) -> str:
+    """A cell of `best_rates`: the rate, its number of seeds, and what `shown_rate` adds."""
+    best = convergence_table.best_rows(rows, name)
+    if not best:
+        return ""
+    if statistics.mean(float(row["heldout_loss"]) for row in best) >= convergence_table.LOST:
+        return "all diverged"
+    rate, comma, note = convergence_table.shown_rate(rows, best).partition(",")
+    return f"{rate} ({len(best)}){comma}{note}"
 
 
 def evidence(rows: list[dict[str, str]]) -> dict[str, list[str]]:
