@@ -3,12 +3,12 @@
     python benchmarks/plot_lr.py benchmarks/results/convergence.csv --out docs/figures --docs docs
 
 Writes learning_rates_<size>_<text>.png and losses_<size>_<text>.png (loss over tokens at the best rates) for each size
-and text in the CSV, differences.png (loss minus Muon's, all of them) and learning_rates_demo.png. A dot is a run. A
-line joins the means over the seeds that all rates of an optimizer have, by which the best is chosen: more seeds of the
-best rate alone would bend the line. Of AdamW, the runs with the rates of embeddings and head that all other optimizers
-have. Figures are of all GPUs without --gpu and --commit: a loss is comparable, other than a time. With --docs, writes
-the tables of learning_rates.md and evidence.md in that folder anew, too, and the list of figures. Those are of all
-rows, also with --gpu and --commit.
+and text in the CSV, differences.png (loss minus Muon's, all sizes and texts) and learning_rates_demo.png. In figures of
+rates a dot is a run. A line joins the means over the seeds that all rates of an optimizer have, by which the best is
+chosen: more seeds of the best rate alone would bend the line. Of AdamW, the runs with the rates of embeddings and head
+that all other optimizers have. Figures are of all GPUs without --gpu and --commit: a loss is comparable, other than a
+time. With --docs, writes the tables of learning_rates.md and evidence.md in that folder anew, too, and the list of
+figures. Those are of all rows, also with --gpu and --commit.
 """
 
 from __future__ import annotations
