@@ -19,6 +19,28 @@ MARGIN = 0.005
 # packages, and all found Muon's
 RATE_OF_MUON = ("int8_momentum", "int8_averages", "split16", "bf16_weights_stochastic", "bf16_momentum", "turbo",
                 "cubic", "eight_steps")
+# What a reader writes to have an optimizer of the sweep, or where it comes from
+CALLS = {
+    "adamw": "torch.optim.AdamW for all parameters",
+    "torch_muon": "torch.optim.Muon",
+    "muon": "`Muon(...)`",
+    "normuon": "`NorMuon(...)`",
+    "keller": "Keller Jordan's Muon",
+    "dion_normuon": "Dion's NorMuon, without its Triton kernels",
+    "int8_momentum": "`state_dtype=torch.int8`",
+    "int8_averages": '`"state_dtype": torch.int8` in the groups of AdamW',
+    "split16": 'hidden matrices in bf16, `master_weights="split16"`',
+    "bf16_weights_stochastic": 'hidden matrices in bf16, `rounding="stochastic"`',
+    "bf16_momentum": "`state_dtype=torch.bfloat16`, also for AdamW's averages",
+    "adamuon": '`rule="adamuon"`, `adjust_lr_fn=0.2`',
+    "hyperball": '`rule="hyperball"`',
+    "muon_plus": '`rule="muon_plus"`',
+    "cautious": '`decay="cautious"`',
+    "per_head": '`split={"heads": ...}` for q, k, v and the output of attention',
+    "turbo": '`ns_coefficients="turbo"`, `ns_steps=4`',
+    "cubic": '`ns_coefficients="cubic"`',
+    "eight_steps": "`ns_steps=8`",
+}
 LOST = 1e9  # loss of a run that diverged, so that rows can be compared
 
 
@@ -112,7 +134,7 @@ def table(rows: list[dict[str, str]]) -> list[str]:
     # A line has the times of one GPU: the one that most optimizers ran on or, without rows of it, the newest row's
     gpu_of = {name: common if any(row["gpu"] == common for row in own) else own[-1]["gpu"]
               for name, own in timed.items()}
-    heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "less muon's",
+    heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "minus muon's",
              "step ms", "optimizer ms", "MiB", "GPU")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in sorted(found, key=lambda name: statistics.mean(losses[name])):
@@ -129,6 +151,32 @@ def table(rows: list[dict[str, str]]) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     others = [gpu for gpu in dict.fromkeys(gpu_of.values()) if gpu != gpu_of.get("muon")]
     return [*lines, *elsewhere(timed.get("muon", []), others), *parity(rows)]
+
+
+def summary(rows: list[dict[str, str]], titles: dict[str, str]) -> dict[str, str]:
+    """{line: cell} of a sweep: AdamW's loss and, of each optimizer in `titles` (name -> how the page calls it), the
+    share of the tokens until that loss, the difference of the last losses, the ratio of the best rates and that of the
+    times of a training step on AdamW's GPU. {} without rows of AdamW or of one of `titles`. A cell is "" if the loss
+    was not reached, or without a time on that GPU.
+    """
+    adamw, found = best_rows(rows, "adamw"), {title: best_rows(rows, name) for name, title in titles.items()}
+    if not adamw or not all(found.values()):
+        return {}
+    loss = statistics.mean(float(row["heldout_loss"]) for row in adamw)
+    cells = {"AdamW: last loss": f"{loss:.4f}"}
+    for title, best in found.items():
+        share = share_to_reach(mean_curve(best), loss, int(best[0]["steps"]))
+        less = statistics.mean(float(row["heldout_loss"]) for row in best) - loss
+        gpu = adamw[-1]["gpu"]
+        timed = [newest_of(timed_rows(rows, runs), gpu) for runs in (best, adamw)]
+        times = [float(times_of(own)[0]) for own in timed if own]
+        ratio = float(best[0]["lr"]) / float(adamw[0]["lr"])
+        cells |= {f"{title}: tokens to that loss": "" if share is None else f"{100 * share:.0f} %",
+                  f"{title}: last loss minus AdamW's": f"{less:+.4f}",
+                  f"{title}: best `lr` of matrices / AdamW's": f"{ratio:g}",
+                  f"{title}: time of a training step / AdamW's":
+                      f"{times[0] / times[1]:.3f} ({short_name(gpu)})" if len(times) == 2 else ""}
+    return cells
 
 
 def elsewhere(rows: list[dict[str, str]], gpus: list[str]) -> list[str]:
@@ -165,7 +213,7 @@ def beside(rows: list[dict[str, str]], others: list[dict[str, str]]) -> tuple[st
         return "open", ""
     mean, half = statistics.mean(gaps), half_width(gaps)
     answer = "no difference found" if abs(mean) <= half else "lower" if mean < 0 else "higher"
-    return answer, f"{mean:+.4f} +- {half:.4f}"
+    return answer, f"{round(mean, 4) + 0.0:+.4f} +- {half:.4f}"  # + 0.0: no -0.0000
 
 
 def parity(rows: list[dict[str, str]]) -> list[str]:

@@ -3,12 +3,12 @@
     python benchmarks/plot_lr.py benchmarks/results/convergence.csv --out docs/figures --docs docs
 
 Writes learning_rates_<size>_<text>.png and losses_<size>_<text>.png (loss over tokens at the best rates) for each size
-and text in the CSV, differences.png (loss less Muon's of all of them) and learning_rates_demo.png. A dot is a run. A
-line joins the means over the seeds that all rates of an optimizer have, by which the best is chosen: more seeds of the
-best rate alone would bend the line. Of AdamW, the runs with the rates of embeddings and head that all other optimizers
-have. Figures are of all GPUs without --gpu and --commit: a loss is comparable, other than a time. With --docs, writes
-the tables of learning_rates.md and evidence.md in that folder anew, too, and the list of figures. Those are of all
-rows, also with --gpu and --commit.
+and text in the CSV, differences.png (loss minus Muon's, all sizes and texts) and learning_rates_demo.png. In figures of
+rates a dot is a run. A line joins the means over the seeds that all rates of an optimizer have, by which the best is
+chosen: more seeds of the best rate alone would bend the line. Of AdamW, the runs with the rates of embeddings and head
+that all other optimizers have. Figures are of all GPUs without --gpu and --commit: a loss is comparable, other than a
+time. With --docs, writes the tables of learning_rates.md and evidence.md in that folder anew, too, and the list of
+figures. Those are of all rows, also with --gpu and --commit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from figures import arguments, rows_of, write
 from rows import read
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "results" / "sweep.csv"
+# (Line style, colour) of each optimizer, the same in all figures
 COLOURS = {"adamw": "tab:blue", "muon": "tab:red", "normuon": "tab:purple", "torch_muon": "tab:gray"}
-STYLES = [(style, colour) for style in ("-", "--", ":")
-          for colour in ("tab:orange", "tab:green", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")]
+STYLES = {name: ("-", colour) for name, colour in COLOURS.items()}
+STYLES |= zip((name for name in convergence.OPTIMIZERS if name not in COLOURS), itertools.product(
+    ("-", "--", ":"), ("tab:orange", "tab:green", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")))
 
 TEXTS = ("packages", "stdlib")  # each size is to be trained on
 Losses = dict[str, dict[float, dict[int, float]]]  # optimizer -> lr -> seed -> loss
@@ -81,25 +83,32 @@ def links(rows: list[dict[str, str]]) -> list[str]:
 
 
 def best_rates(rows: list[dict[str, str]]) -> list[str]:
-    """The table of best rates of all sweeps, the demo's being the last."""
-    lines = ["| model | optimizer | best `lr` | held-out loss | seeds at this `lr` | seeds at other rates |",
-             "|---|---|---|---|---|---|"]
-    sweeps = {name_of(sweep): losses_of(found) for sweep, found in sweeps_of(rows).items()}
-    for model, losses in {**sweeps, "demo": demo_losses()}.items():
-        for name, by_lr in sorted(losses.items()):
-            lr = convergence_table.best_rate(by_lr)
-            others = sorted({len(found) for other, found in by_lr.items() if other != lr})
-            loss = statistics.mean(by_lr[lr].values())
-            edge = ", at the edge" if others and not convergence_table.is_bracketed(lr, by_lr) else ""
-            shown = "all diverged | " if loss >= convergence_table.LOST else f"{lr:g}{edge} | {loss:.4f}"
-            lines.append(f"| {model} | {name} | {shown} | {len(by_lr[lr])} | {'/'.join(map(str, others))} |")
+    """The table of best rates: a line for each optimizer, a column for each sweep, the demo's being the last."""
+    sweeps, demo = sweeps_of(rows), demo_losses()
+    lines = [f"| {' | '.join(('optimizer', *map(name_of, sweeps), 'demo'))} |", "|---" * (len(sweeps) + 2) + "|"]
+    for name in convergence.OPTIMIZERS:
+        cells = [best_rate(found, name) for found in sweeps.values()]
+        lr = convergence_table.best_rate(demo[name]) if name in demo else None
+        cells += ["" if lr is None else f"{lr:g} ({len(demo[name][lr])})"]
+        lines += [f"| {' | '.join((name, *cells))} |"] if any(cells) else []
     return lines
 
 
+def best_rate(rows: list[dict[str, str]], name: str) -> str:
+    """A cell of `best_rates`: the rate, its number of seeds, and what `shown_rate` adds."""
+    best = convergence_table.best_rows(rows, name)
+    if not best:
+        return ""
+    if statistics.mean(float(row["heldout_loss"]) for row in best) >= convergence_table.LOST:
+        return "all diverged"
+    rate, comma, note = convergence_table.shown_rate(rows, best).partition(",")
+    return f"{rate} ({len(best)}){comma}{note}"
+
+
 def evidence(rows: list[dict[str, str]]) -> dict[str, list[str]]:
-    """The parts of evidence.md: losses, the rules that pay or do not, and the runs that are missing."""
-    parts = {"losses": [], "rules": [], "missing runs": []}
+    """The parts of evidence.md: a summary, losses, the differences from Muon, and the runs that are missing."""
     sweeps = sweeps_of(rows)
+    parts = {"summary": summary(sweeps), "losses": [], "rules": differences(sweeps), "missing runs": []}
     for sweep, found in sweeps.items():
         one, name, size = found[0], name_of(sweep), convergence.SIZES[sweep[0]]
         seen = {key: ", ".join(dict.fromkeys(row[key] for row in found)) for key in ("gpu", "torch", "commit")}
@@ -108,13 +117,12 @@ def evidence(rows: list[dict[str, str]]) -> dict[str, list[str]]:
                 f"GPU: {seen['gpu']}. torch {seen['torch']}. Commit: {seen['commit']}.")
         figure = f"![Held-out loss over tokens, {name}](figures/{figure_of(sweep, 'losses')}.png)"
         parts["losses"] += [head, "", *convergence_table.table(found), "", figure, ""]
-        parts["rules"] += [f"- {name}, {line}" for line in verdicts(found)]
         missing = convergence.plan(found, list(convergence.OPTIMIZERS), size)
         missing = [line for line in missing if not line.endswith(" 0 | 0 |")]
         none = missing[2] == ""  # no line of an optimizer
         parts["missing runs"] += [f"**{name}**: {'none.' if none else ''}".rstrip(), ""]
         parts["missing runs"] += [] if none else [*missing, ""]
-    parts["rules"] += ["", "![Loss less Muon's of all sweeps, with 95 % intervals](figures/differences.png)"]
+    parts["rules"] += ["", "![Loss minus Muon's in all sweeps, with 95 % intervals](figures/differences.png)"]
     texts = dict.fromkeys([*TEXTS, *(corpus for _, corpus, _ in sweeps)])
     unseen = [f"{size} on {corpus}" for size in convergence.SIZES if size != "tiny" for corpus in texts
               if (size, corpus) not in {sweep[:2] for sweep in sweeps}]
@@ -129,19 +137,42 @@ def wrapped(lines: list[str]) -> list[str]:
         textwrap.wrap(line, 120, subsequent_indent="  " if line.startswith("- ") else "", break_on_hyphens=False))]
 
 
-def verdicts(rows: list[dict[str, str]]) -> list[str]:
-    """Which optimizers have a lower loss than Muon, which have not, and of which too few runs are there to say."""
-    muon = convergence_table.best_rows(rows, "muon")
-    answers = defaultdict(list)
+def summary(sweeps: dict[Sweep, list[dict[str, str]]]) -> list[str]:
+    """The table of Muon and NorMuon beside AdamW, with a column for each sweep that has all three."""
+    titles = {"muon": "Muon", "normuon": "NorMuon"}
+    cells = {name_of(sweep): convergence_table.summary(found, titles) for sweep, found in sweeps.items()}
+    cells = {name: own for name, own in cells.items() if own}
+    lines = [f"| {' | '.join(('', *cells))} |", "|---" * (len(cells) + 1) + "|"]
+    return lines + [f"| {' | '.join((line, *(own[line] for own in cells.values())))} |"
+                    for line in next(iter(cells.values()), {})]
+
+
+def differences(sweeps: dict[Sweep, list[dict[str, str]]]) -> list[str]:
+    """The table of losses minus Muon's: a line for each optimizer, a column for each sweep."""
+    lines = [f"| {' | '.join(('optimizer', 'how to have it', *map(name_of, sweeps)))} |",
+             "|---" * (len(sweeps) + 2) + "|"]
     for name in convergence.OPTIMIZERS:
         if name != "muon":
-            found = convergence_table.best_rows(rows, name)
-            answers[convergence_table.beside(found, muon)[0] if found else "not run"].append(name)
-    texts = {"lower": "loss lower than Muon's", "no difference found": "no difference from Muon's loss found",
-             "higher": "loss higher than Muon's", "open": "open, fewer than three seeds in common with Muon",
-             "diverged": "diverged at every rate", "not run": "not run"}
-    return [f"{text}: {', '.join(answers[answer]) or 'none'}." for answer, text in texts.items()
-            if answers[answer] or answer != "diverged"]
+            cells = (name, convergence_table.CALLS[name], *(verdict(found, name) for found in sweeps.values()))
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def verdict(rows: list[dict[str, str]], name: str) -> str:
+    """A cell of `differences`: the mean difference and its 95 % interval, with **lower** or **higher** if 0 is outside;
+    or open (too few seeds), diverged, or not run.
+    """
+    found = convergence_table.best_rows(rows, name)
+    if not found:
+        return "not run"
+    muon = convergence_table.best_rows(rows, "muon")
+    answer, interval = convergence_table.beside(found, muon)
+    if answer == "open":
+        gaps = convergence_table.gaps_of(found, muon)
+        few = f"{len(gaps)} seed{'s' * (len(gaps) != 1)}"
+        return f"open, {few}" + (f": {round(statistics.mean(gaps), 4) + 0.0:+.4f}" if gaps else "")
+    texts = {"lower": "**lower** ", "higher": "**higher** ", "no difference found": "", "diverged": "diverged"}
+    return texts[answer] + interval
 
 
 def losses_of(rows: list[dict[str, str]]) -> Losses:
@@ -171,47 +202,56 @@ def draw(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
 
 
 def draw_curves(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
-    """Held-out loss over tokens at the best rate of each optimizer, mean of its seeds. Dotted: AdamW's last loss."""
+    """Held-out loss over tokens at the best rate of each optimizer, mean of its seeds. In colour: AdamW, Muon, NorMuon,
+    and those whose loss differs from Muon's; all others are gray. Dotted: AdamW's last loss.
+    """
     found = sweeps_of(rows)[sweep]
-    millions_per_step, last = float(found[0]["tokens"]) / int(sweep[2]) / 1e6, []
-    styles = itertools.cycle(STYLES)
-    for name in dict.fromkeys(row["optimizer"] for row in found):
-        best = convergence_table.best_rows(found, name)
-        curve = convergence_table.mean_curve(best)
-        if curve[-1][1] >= convergence_table.LOST:
-            continue
-        style, colour = ("-", COLOURS[name]) if name in COLOURS else next(styles)
-        tokens = [millions_per_step * step for step, _ in curve]
-        axes.plot(tokens, [loss for _, loss in curve], style, color=colour, label=name)
-        last.append(curve[-1][1])
+    millions_per_step = float(found[0]["tokens"]) / int(sweep[2]) / 1e6
+    best = {name: convergence_table.best_rows(found, name) for name in dict.fromkeys(row["optimizer"] for row in found)}
+    curves = {name: convergence_table.mean_curve(own) for name, own in best.items()}
+    last = {name: curve[-1][1] for name, curve in curves.items() if curve[-1][1] < convergence_table.LOST}
+    gray = "no difference from muon found, or too few seeds"
+    for name in sorted(last, key=last.get, reverse=True):
+        tokens, losses = zip(*((millions_per_step * step, loss) for step, loss in curves[name]))
+        style, colour = STYLES[name]
+        answer = convergence_table.beside(best[name], best.get("muon", []))[0]
+        if name in ("adamw", "muon", "normuon") or answer in ("lower", "higher"):
+            axes.plot(tokens, losses, style, color=colour, zorder=3, label=f"{name}, {losses[-1]:.3f}")
+        else:
+            axes.plot(tokens, losses, color="lightgray", linewidth=1, label=gray)
+            gray = None  # one entry of the legend for all
         if name == "adamw":
-            axes.axhline(curve[-1][1], color=colour, linestyle=":", linewidth=1)
-    axes.set_ylim(0.97 * min(last), 2 * min(last))
+            axes.axhline(losses[-1], color=colour, linestyle=":", linewidth=1)
+    axes.set_ylim(0.97 * min(last.values()), 1.6 * min(last.values()))
     axes.set(xlabel="tokens (millions)", ylabel="held-out loss (nats per byte)", title=f"GPT, {name_of(sweep)}")
     return True
 
 
 def draw_differences(axes, rows: list[dict[str, str]]) -> bool:
-    """Loss less Muon's at the best rates, mean and 95 % interval over seeds, of each sweep. Without AdamW, which is far
-    beyond the others. False if no optimizer has enough seeds.
+    """Loss minus Muon's at the best rates of each sweep: mean and 95 % interval over seeds, or hollow and without an
+    interval with too few seeds. Without AdamW, which is far beyond the others. False if no optimizer has enough seeds.
     """
     sweeps, names = sweeps_of(rows), [name for name in convergence.OPTIMIZERS if name not in ("adamw", "muon")]
     seen = False
     for number, (sweep, found) in enumerate(sweeps.items()):
-        muon = convergence_table.best_rows(found, "muon")
-        gaps = {name: convergence_table.gaps_of(convergence_table.best_rows(found, name), muon) for name in names}
-        gaps = {name: gap for name, gap in gaps.items()
-                if len(gap) in convergence_table.STUDENT_T and max(map(abs, gap)) < convergence_table.LOST / 2}
-        if gaps:
-            places = [names.index(name) + 0.2 * (number - (len(sweeps) - 1) / 2) for name in gaps]
-            axes.errorbar([statistics.mean(gap) for gap in gaps.values()], places,
-                          xerr=[convergence_table.half_width(gap) for gap in gaps.values()],
-                          fmt="o", markersize=4, capsize=2, label=name_of(sweep))
-            seen = True
+        muon, labelled = convergence_table.best_rows(found, "muon"), False
+        for place, name in enumerate(names):
+            gaps = convergence_table.gaps_of(convergence_table.best_rows(found, name), muon)
+            if not gaps or max(map(abs, gaps)) >= convergence_table.LOST / 2:
+                continue
+            enough = len(gaps) in convergence_table.STUDENT_T
+            axes.errorbar(statistics.mean(gaps), place + 0.2 * (number - (len(sweeps) - 1) / 2),
+                          xerr=convergence_table.half_width(gaps) if enough else None, fmt="o", markersize=4,
+                          capsize=2, color=f"C{number}", markerfacecolor=None if enough else "white",
+                          label=name_of(sweep) if enough and not labelled else None)
+            seen, labelled = seen or enough, labelled or enough
     axes.axvline(0, color="black", linewidth=0.5)
+    for place in range(1, len(names)):
+        axes.axhline(place - 0.5, color="lightgray", linewidth=0.5)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="held-out loss less Muon's (nats per byte)", title="lower is better")
+    axes.set(xlabel="held-out loss minus Muon's (nats per byte); left of 0 is better",
+             title="95 % intervals; hollow: fewer than three seeds, no interval")
     return seen
 
 
@@ -220,9 +260,8 @@ def draw_demo(axes, rows: list[dict[str, str]]) -> bool:
 
 
 def draw_losses(axes, losses: Losses, title: str) -> bool:
-    styles = itertools.cycle(STYLES)
     for name, by_lr in losses.items():
-        style, colour = ("-", COLOURS[name]) if name in COLOURS else next(styles)
+        style, colour = STYLES[name]
         means = sorted(convergence_table.comparable_means(by_lr).items())
         finite = [(lr, mean) for lr, mean in means if mean < convergence_table.LOST]
         if not finite:

@@ -4,7 +4,8 @@ packages. One CSV row for each measurement.
     make build && python benchmarks/schedules.py errors times peers
     ... errors --schedules polar_express:8 deepseek_v4:10 --shapes 512x2048
     ... times --stacks 2x3072x8192
-    ... errors times --schedules polar_express:5 --cuts 3+2 2+3 1+2+2    "standard", "taken": 1+1+..., the package's
+    ... errors times --schedules polar_express:5 --cuts 3+2 2+3 1+2+2
+    ... errors --cuts standard taken                                     1+1+... and the cut that the package takes
     ... errors --momenta momenta.pt --schedules polar_express:5    of a training, {name: matrix} as torch.save writes it
     ... peers --peers torch.compile gns dion --jobs 8
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import csv
 import gc
 import importlib
@@ -389,32 +390,39 @@ def test_what_cannot_be_measured_is_said_at_once(script, arguments, message, opt
 
 
 def test_learning_rates_are_those_of_the_document(tmp_path, monkeypatch):
-    """docs/learning_rates.md says best rates, losses and seeds of the committed sweeps; the figures draw all rates."""
+    """docs/learning_rates.md says best rates and seeds of the committed sweeps; the figures draw all rates."""
     plot, figures = load("plot_lr", monkeypatch), load("figures", monkeypatch)
-    rows = plot.read(FOLDER / "results" / "convergence.csv")
-    sweeps = {plot.name_of(sweep): plot.losses_of(found) for sweep, found in plot.sweeps_of(rows).items()}
+    sweeps = plot.sweeps_of(plot.read(FOLDER / "results" / "convergence.csv"))
     found = {}
-    for model, losses in {**sweeps, "demo": plot.demo_losses()}.items():
-        for name, by_lr in losses.items():
-            lr = min((found[0], lr) for lr, found in by_lr.items() if 0 in found)[1]  # by seed 0
-            if model == "demo":  # which has all seeds at all rates
-                lr = min((statistics.mean(found.values()), lr) for lr, found in by_lr.items())[1]
-            seeds = {len(losses) for other, losses in by_lr.items() if other != lr}
-            rate, loss = f"{lr:g}", statistics.mean(by_lr[lr].values())
-            if seeds and lr in (min(by_lr), max(by_lr)):
-                rate += ", at the edge"  # a better one may lie beyond
-            cells = ["all diverged", ""] if loss >= 1e9 else [rate, f"{loss:.4f}"]
-            found[model, name] = [*cells, str(len(by_lr[lr])), "/".join(map(str, sorted(seeds)))]
+    for column, rows in enumerate(sweeps.values()):
+        runs = collections.defaultdict(dict)  # optimizer -> {rates: {seed: loss}}
+        for row in rows:
+            rates = tuple(float(row[key]) for key in ("lr", "embed_lr", "head_lr"))
+            runs[row["optimizer"]].setdefault(rates, {})[row["seed"]] = float(row["heldout_loss"])
+        for name, by_rates in runs.items():
+            best = min((seeds["0"], rates) for rates, seeds in by_rates.items() if "0" in seeds)[1]  # by seed 0
+            tried = {rates[0] for rates in by_rates if name == "adamw" or rates[1:] == best[1:]}
+            note = ", Muon's" if len(tried) == 1 else ", at the edge" if best[0] in (min(tried), max(tried)) else ""
+            found[name, column] = f"{best[0]:g} ({len(by_rates[best])}){note}"
+            assert by_rates[best]["0"] < 1e9
+    for name, by_lr in plot.demo_losses().items():  # which has all seeds at all rates
+        lr = min((statistics.mean(seeds.values()), lr) for lr, seeds in by_lr.items())[1]
+        found[name, len(sweeps)] = f"{lr:g} ({len(by_lr[lr])})"
+    for losses in (*map(plot.losses_of, sweeps.values()), plot.demo_losses()):
         _, axes = figures.plt.subplots()
-        assert plot.draw_losses(axes, losses, model)
+        assert plot.draw_losses(axes, losses, "")
         assert len(axes.get_xticks()) == len({lr for by_lr in losses.values() for lr in by_lr}) >= 5
     text = (FOLDER.parent / "docs" / "learning_rates.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([\w, ]+ on [\w, ]+|demo) \| (\w+) \| (.*) \|$", text, re.MULTILINE)
-    assert {(model, name): cells.split(" | ") for model, name, cells in rows} == found
+    part = text.partition("<!-- begin best rates -->")[2].partition("<!-- end best rates -->")[0]
+    lines = [line[2:-2].split(" | ") for line in part.strip().splitlines()[2:]]
+    assert {(line[0], column): cell.strip() for line in lines for column, cell in enumerate(line[1:]) if cell.strip()
+            } == found
 
 
 def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch):
-    """Rules are told apart by three seeds: lower, higher, no difference; others are open or not run."""
+    """Differences from Muon are found with three seeds: lower, higher or none; others are open or not run. The summary
+    has the sweeps with AdamW, Muon and NorMuon.
+    """
     losses = {("adamw", 0.001): [0.9, 0.91, 0.9], ("muon", 0.004): [0.8, 0.81, 0.79], ("muon", 0.002): [0.85],
               ("normuon", 0.004): [0.7, 0.711, 0.69], ("cubic", 0.004): [0.9, 0.911, 0.89],
               ("per_head", 0.004): [0.8, 0.811, 0.789], ("split16", 0.004): [0.8]}
@@ -451,15 +459,22 @@ def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch
         assert f"| {line} | 10.00 | 1.00 | 5 | A |\n" in text
     assert re.search(r"^\| cubic .* \| 10.00 \| 1.00 \| 5 \| B \|$", text, re.M)
     assert "\nmuon on B: step 30.00 ms, optimizer 1.00 ms, 5 MiB.\n" in text
-    for line in ("loss lower than Muon's: normuon.", "no difference from Muon's loss found: per_head.",
-                 "loss higher than Muon's: adamw, cubic.",
-                 "open, fewer than three seeds in common with Muon: split16.", "not run: torch_muon, keller"):
-        assert f"- 30m on fake, 100 steps, {line}" in unwrapped
-    assert "- 124m on packages, loss lower than Muon's: none." in text
+    # A column for each sweep; in the second Muon has two seeds and no other optimizer but AdamW ran
+    for name, cell in {"normuon": r"\*\*lower\*\* -0\.0997 \+- 0\.0014", "per_head": r"\+0\.0000 \+- 0\.0025",
+                       "cubic": r"\*\*higher\*\* \+0\.1003 \+- 0\.0014", "split16": r"open, 1 seed: \+0\.0000",
+                       "keller": "not run"}.items():
+        assert re.search(rf"^\| {name} \| .+ \| {cell} \| not run \|$", text, re.M), name
+    assert re.search(r"^\| adamw \| .+ \| \*\*higher\*\* .+ \| open, 1 seed: \+0\.1000 \|$", text, re.M)
+    for line in (" | 30m on fake, 100 steps", "AdamW: last loss | 0.9033", "Muon: tokens to that loss | 90 %",
+                 "NorMuon: last loss minus AdamW's | -0.2030", "Muon: best `lr` of matrices / AdamW's | 4",
+                 "NorMuon: time of a training step / AdamW's | 1.000 (A)"):
+        assert f"| {line} |\n" in text
     assert "| muon | 0.004, at the edge | 2 | 0.5100 |" in text
     assert "No run yet: 30m on packages, 30m on stdlib, 124m on stdlib, 124m on fake." in text
-    assert "| muon | 4 | 3 | 0 |\n" in text and max(map(len, text.split("## Runs")[0].splitlines())) < 130
-    assert "| 30m on fake, 100 steps | muon | 0.004, at the edge | 0.8000 | 3 | 1 |\n" in rates_page
+    assert "| muon | 4 | 3 | 0 |\n" in text
+    assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 120
+    assert "| muon | 0.004 (3), at the edge | 0.004 (2), at the edge | 0.016 (3) |\n" in rates_page
+    assert "| split16 | 0.004 (1), Muon's |  |  |\n" in rates_page and "\n| keller " not in rates_page
 
 
 @pytest.mark.parametrize("script, arguments, cases", [

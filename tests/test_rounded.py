@@ -1,5 +1,5 @@
-"""Roots and quotients without branches, and the path of AdamW's kernel for 8-bit averages that takes them: on NVIDIA's
-GPUs, and without one with fused multiply-adds in the interpreter.
+"""Roots and quotients without branches, and the path of AdamW's kernel for 8-bit averages that takes them. On an NVIDIA
+GPU, or in the interpreter, whose multiply-adds are then fused as on such a GPU.
 """
 from __future__ import annotations
 
