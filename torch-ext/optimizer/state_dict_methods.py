@@ -269,6 +269,7 @@ class StateDictMethods(ForwardOverlapMethods):
             self._options = replace(self._options, process_group=group)
         self._own_process_groups = self._own_process_groups.mapped(_resolved)
         self._has_all_groups = True
+        self._live_keys.accept(self.param_groups)
         self._drop_plans()
         self._why_unbound = "in a copy, or after unpickling"
 
