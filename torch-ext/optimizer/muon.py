@@ -31,7 +31,6 @@ from .memory_report import MemoryReport
 from .metrics_methods import MetricsMethods
 from .params import units, validation
 from .params.checks import group_values
-from .params.checks.live_keys import LiveKeys
 from .params.checks.memory import check_memory
 from .params.config import AssumedRanks, MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
@@ -56,6 +55,7 @@ from .rules.muon import (
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
+from .state.live_keys import LiveKeys
 
 NEVER_BOUND = "before the first step, nor after release()"
 

@@ -269,11 +269,11 @@ def _has_mask(index: Sequence) -> bool:
 
 class _Waits:
     """Finds operations with which the host would wait for a GPU. Tensors of the GPU are on the meta
-    device. `found`: the first one, and the line of the rule.
+    device. `found`: what the first one does, a key of WAYS_OUT, and where the rule calls it.
     """
 
     def __init__(self) -> None:
-        self.found = ""
+        self.found: tuple[str, str] | None = None
 
     def look(self, wait: str) -> None:
         """Keep a key of WAYS_OUT, unless it is "", and raise ValueError, which ends the phase."""
@@ -284,11 +284,8 @@ class _Waits:
         while frame.f_back and f"{frame.f_globals.get('__name__')}.".startswith(inner):
             frame = frame.f_back
         where = f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
-        self.found = self.found or (
-            f"{wait}, in {where}, so the host would wait for the GPU in every step, and no CUDA "
-            f"graph could hold the phase: {WAYS_OUT[wait]}"
-        )
-        raise _WrongRule(self.found)
+        self.found = self.found or (wait, where)
+        raise _WrongRule(wait)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
@@ -381,7 +378,12 @@ class _Trial:
             with contextlib.suppress(Exception), waits.looking():
                 getattr(self.rule, method)(*calls[method])
             if waits.found:
-                raise _WrongRule(f"rule {self.name!r}: {method} {waits.found}")
+                wait, where = waits.found
+                raise _WrongRule(
+                    f"rule {self.name!r}: {method} {wait}, in {where}, so the host would wait for "
+                    "the GPU in every step, and no CUDA graph could hold the phase: "
+                    f"{WAYS_OUT[wait]}"
+                )
 
     def _random(self, shape: Sequence[int]) -> torch.Tensor:
         """Normal numbers in fp32 on the CPU, whatever torch's defaults and global generator."""

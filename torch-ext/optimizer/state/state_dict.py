@@ -17,7 +17,6 @@ import torch
 
 from ..communication.redistribute import place_like
 from ..kernels.quantized.blocks import is_quantized
-from ..params.checks.live_keys import warn_of_saved_arguments
 from ..params.checks.saved_function import has_function, with_function
 from ..params.config import ARGUMENTS, MuonConfig
 from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
@@ -41,6 +40,7 @@ from ..rules.rule import (
     state_shape,
 )
 from .consolidated import refuse_elsewhere
+from .live_keys import warn_of_saved_arguments
 from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
 from .peers import PEERS, listed, marked

@@ -8,11 +8,11 @@ import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import repeat
 
-from ...rules.elementwise import DTYPE_KEY
-from ..config import ARGUMENTS, MuonConfig
-from ..errors import in_group, shortened, warn_caller
-from ..validation import CHANGED, check_keys
-from .group_keys import is_same
+from ..params.checks.group_keys import is_same
+from ..params.config import ARGUMENTS, MuonConfig
+from ..params.errors import in_group, shortened, warn_caller
+from ..params.validation import CHANGED, check_keys
+from ..rules.elementwise import DTYPE_KEY
 
 # Keys of groups of torch's AdamW, and of groups with use_muon=False
 USUAL = "capturable", DTYPE_KEY
