@@ -129,6 +129,8 @@ def test_what_has_no_effect_in_a_live_group_is_refused(number, optimizer):
              "beta2": "only groups of NorMuon", "maximize": "no such option"}
     for key, text in said.items():
         group[key] = 0.5
+        if key == "wd":
+            opt.add_param_group({"params": [matrix()]})
         for _ in range(2):
             with pytest.raises(ValueError, match=rf"group {number} \(#0\): .*{key}.*{text}"):
                 opt.step()

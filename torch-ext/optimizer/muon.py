@@ -31,6 +31,7 @@ from .memory_report import MemoryReport
 from .metrics_methods import MetricsMethods
 from .params import units, validation
 from .params.checks import group_values
+from .params.checks.live_keys import LiveKeys
 from .params.checks.memory import check_memory
 from .params.config import AssumedRanks, MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
@@ -55,7 +56,6 @@ from .rules.muon import (
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
-from .state.live_keys import LiveKeys
 
 NEVER_BOUND = "before the first step, nor after release()"
 
@@ -218,7 +218,7 @@ class Muon(MetricsMethods):
         self._forward_overlap = ForwardOverlap(options.overlap_forward)
         self._backward_overlap = BackwardOverlap()
         self._beta1 = Beta1()
-        self._live_keys = LiveKeys()
+        self._live_keys = LiveKeys(validation.check_keys, validation.CHANGED)
         self._has_all_groups = False  # the constructor has added all groups
         self._first_members = validation.Members()  # of the groups added by the constructor so far
         self._unscaling = Unscaling()
@@ -306,6 +306,7 @@ class Muon(MetricsMethods):
         # Else once, at the end of `__init__`
         if self._has_all_groups:
             self._init_groups()
+        self._live_keys.accept(self.param_groups[count:])
         if self._bound.all_jobs:
             self._why_unbound = "after add_param_group(), which drops the plan"
         self._drop_plans()
@@ -332,7 +333,6 @@ class Muon(MetricsMethods):
         """Give each group own tensors (such as lr), and set `momentum` of AdamW groups."""
         unshare_tensors(self.param_groups)
         self._beta1.follow(self.param_groups)
-        self._live_keys.accept(self.param_groups)
 
     def _arguments(self) -> dict[str, object]:
         """{name: value} of the arguments that no group can change."""

@@ -222,6 +222,7 @@ class StateDictMethods(ForwardOverlapMethods):
             super().load_state_dict(state_dict)
         self._beta1.forget()
         self._init_groups()
+        self._live_keys.accept(self.param_groups)
         self._half_way = False
         self._consolidated = None
         # Ranks may have started different numbers of buckets: their process groups are out of step

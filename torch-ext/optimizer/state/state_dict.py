@@ -17,6 +17,7 @@ import torch
 
 from ..communication.redistribute import place_like
 from ..kernels.quantized.blocks import is_quantized
+from ..params.checks.live_keys import warn_of_saved_arguments
 from ..params.checks.saved_function import has_function, with_function
 from ..params.config import ARGUMENTS, MuonConfig
 from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
@@ -40,7 +41,6 @@ from ..rules.rule import (
     state_shape,
 )
 from .consolidated import refuse_elsewhere
-from .live_keys import warn_of_saved_arguments
 from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
 from .peers import PEERS, listed, marked
@@ -155,7 +155,7 @@ class Loading:
                 "pass what an optimizer's state_dict() has returned"
             )
         refuse_elsewhere(loaded)
-        warn_of_saved_arguments(loaded["param_groups"], self.options)
+        warn_of_saved_arguments(loaded["param_groups"], ARGUMENTS, self.options)
         groups = matched_groups(loaded["param_groups"], self.own)
         if list(map(_param_count, groups)) != list(map(_param_count, self.own)):
             # A checkpoint of torch.distributed.checkpoint without state: torch raises

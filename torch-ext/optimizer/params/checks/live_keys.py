@@ -8,11 +8,9 @@ import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import repeat
 
-from ..params.checks.group_keys import is_same
-from ..params.config import ARGUMENTS, MuonConfig
-from ..params.errors import in_group, shortened, warn_caller
-from ..params.validation import CHANGED, check_keys
-from ..rules.elementwise import DTYPE_KEY
+from ...rules.elementwise import DTYPE_KEY
+from ..errors import in_group, shortened, warn_caller
+from .group_keys import is_same
 
 # Keys of groups of torch's AdamW, and of groups with use_muon=False
 USUAL = "capturable", DTYPE_KEY
@@ -20,16 +18,20 @@ USUAL = "capturable", DTYPE_KEY
 
 class LiveKeys:
     """Notices keys that were put into groups since the last check, and new values of keys that a
-    group may have with one value only (arguments of the optimizer, CHANGED).
+    group may have with one value only: arguments of the optimizer, and `refused` ones.
 
     Without changes `check` compares the keys of each group, in C, and reads no other value.
     """
 
-    def __init__(self) -> None:
-        """Know no group; call `accept` with the first ones."""
+    def __init__(self, check_keys: Callable[..., None], refused: Collection[str]) -> None:
+        """Know no group; call `accept` with new ones. `check_keys` and `refused`: that
+        function and CHANGED of validation.py, which imports from this folder.
+        """
+        self._check_keys = check_keys
+        self._refused = refused
         # Keys of each group at the last check; None: the next check looks at all groups
         self._keys: list[tuple] | None = None
-        # id of a group -> keys that were checked, or came from a state dict
+        # id of a group -> keys that were checked, or that came from a state dict
         self._known: dict[int, tuple] = {}
         self._held: list[str] = []  # keys with one allowed value that some group has
         self._values: list = []  # of `_held` and "use_muon", by key and group
@@ -39,7 +41,7 @@ class LiveKeys:
         have keys of other tools. The next check looks at arguments of the optimizer only.
         """
         self._keys = None
-        self._known = dict(zip(map(id, groups), map(tuple, groups)))
+        self._known.update(zip(map(id, groups), map(tuple, groups)))
 
     def check(
         self,
@@ -61,11 +63,11 @@ class LiveKeys:
         anywhere = set().union(*self._known.values())
         for number, group in enumerate(groups):
             with in_group(number, group):
-                check_keys(group, extra_keys, given, self._known.get(id(group), anywhere))
-        self.accept(groups)
+                self._check_keys(group, extra_keys, given, self._known.get(id(group), anywhere))
         self._keys = keys
+        self._known = dict(zip(map(id, groups), keys))
         present = set().union(*keys)
-        self._held = [key for key in (*given, *CHANGED) if key in present]
+        self._held = [key for key in (*given, *self._refused) if key in present]
         self._values = self._values_of(groups)
 
     def _values_of(self, groups: Sequence[dict]) -> list:
@@ -77,12 +79,14 @@ class LiveKeys:
         ]
 
 
-def warn_of_saved_arguments(saved: Sequence[Mapping], options: Sequence[MuonConfig]) -> None:
-    """Warn of the first argument of the optimizer that a group of a state dict has with another
-    value, which has no effect. `options`: of each group of the optimizer; ARGUMENTS are equal.
+def warn_of_saved_arguments(
+    saved: Sequence[Mapping], arguments: Sequence[str], options: Sequence[object]
+) -> None:
+    """Warn of the first of `arguments` of the optimizer that a group of a state dict has with
+    another value, which has no effect. `options`: of each group of the optimizer, equal in these.
     """
     for number, group in enumerate(saved if options else ()):
-        for key in [key for key in ARGUMENTS if key in group and key not in USUAL]:
+        for key in [key for key in arguments if key in group and key not in USUAL]:
             own = getattr(options[0], key)
             if not is_same(group[key], own):
                 return warn_caller(
