@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -93,6 +95,119 @@ def test_a_misspelling_of_a_key_is_refused(key, meant):
 def test_options_of_torch_that_change_a_step(key, optimizer):
     refuse([f"{key}=True"], [{"params": [matrix()], key: True}])
     assert optimizer.Muon([{"params": [matrix()], key: False}]).param_groups[0][key] is False
+
+
+# keys of live groups -------------------------------------------------------------------------------------------------
+
+def live():
+    """A Muon of a matrix and a vector that has taken a step, and the parameters with their gradients."""
+    params = [matrix(), matrix(4)]
+    return params, stepped(params, {})
+
+
+def all_arguments():
+    options = vars(part("params.config").MuonConfig())
+    return {**options, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
+
+
+def test_each_argument_holds_for_all_groups_or_is_a_key_of_one(optimizer):
+    """So that a new argument is either taken from live groups or refused there."""
+    keys = {"params", *part("params.validation").GROUP_KEYS, *all_arguments()}
+    assert set(inspect.signature(optimizer.Muon).parameters) <= keys
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_has_no_effect_in_a_live_group_is_refused(number, optimizer):
+    """Nothing changes, and steps go on without the key."""
+    params, opt = live()
+    before, group = copy.deepcopy(params), opt.param_groups[number]
+    said = {key: "is an argument of the optimizer.*pass it to the optimizer" for key in all_arguments()}
+    del said["process_group"]  # has a message of its own
+    if number:
+        del said["state_dtype"]
+    said |= {"wieght_decay": "resembles 'weight_decay'", "wd": "resembles 'weight_decay'",
+             "beta2": "only groups of NorMuon", "maximize": "no such option"}
+    for key, text in said.items():
+        group[key] = 0.5
+        if key == "wd":
+            opt.add_param_group({"params": [matrix()]})
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"group {number} \(#0\): .*{key}.*{text}"):
+                opt.step()
+        del group[key]
+    assert same(params, before)
+    opt.step()
+    assert not same(params, before)
+
+
+def test_values_of_keys_that_were_there_are_looked_at_again(optimizer):
+    """A key with the value of the optimizer contradicts nothing, until the value changes."""
+    params = [matrix(), matrix(4)]
+    opt = stepped(params, {"nonfinite": "propagate", "maximize": False, "wire_dtype": torch.bfloat16})
+    for key, value in (("nonfinite", "skip"), ("maximize", True)):
+        was, opt.param_groups[1][key] = opt.param_groups[1][key], value
+        with pytest.raises(ValueError, match=f"group 1 .*{key}={value!r}"):
+            opt.step()
+        opt.param_groups[1][key] = was
+    opt.param_groups[0]["nonfinite"] = "".join(["propa", "gate"])  # equal, and another object
+    opt.step()
+
+
+def test_a_key_that_only_groups_of_adamw_have_is_refused_once_the_group_is_muons(optimizer):
+    group = {"params": [p := matrix()], "use_muon": False, "state_dtype": torch.bfloat16}
+    opt = optimizer.Muon([group])
+    p.grad = torch.ones_like(p)
+    opt.step()
+    opt.param_groups[0]["use_muon"] = True
+    with pytest.raises(ValueError, match="state_dtype=torch.bfloat16 is an argument of the optimizer"):
+        opt.step()
+
+
+def test_keys_of_others_in_live_groups_are_kept_in_silence(optimizer):
+    params = [matrix(), matrix(4)]
+    plain = copy.deepcopy(params)
+    opt, other = stepped(params, {}), stepped(plain, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for key, value in {**OTHERS, "initial_lr": 1.0, "swap": 1, "layer_name": "x"}.items():
+            for group in opt.param_groups:
+                group[key] = value
+            opt.step()
+            other.step()
+        assert same(params, plain) and other.param_groups[0].keys() < opt.param_groups[0].keys()
+        torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, 10)
+        opt.step()
+
+
+def test_keys_that_a_state_dict_brings_stay(optimizer):
+    """Also in copies, and once a scheduler has added keys; and so does what is left of a rule."""
+    _, opt = live()
+    saved = opt.state_dict()
+    saved["param_groups"][0] |= {"wd": 0.1, "kind": "adamw", "capturable": True}
+    opt.load_state_dict(saved)
+    for one in (opt, copy.deepcopy(opt)):
+        one.param_groups[0]["initial_lr"] = 0.1
+        for p in one.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        one.step()
+        assert one.param_groups[0]["kind"] == "adamw" and "capturable" not in one.param_groups[0]
+    normuon = optimizer.Muon([{"params": [p := matrix()], "rule": "normuon"}])
+    p.grad = torch.ones_like(p)
+    normuon.step()
+    normuon.param_groups[0].update(rule="muon", initial_lr=0.1)
+    normuon.step()
+    assert normuon.param_groups[0]["beta2"] == 0.95
+
+
+def test_an_argument_in_a_state_dict_is_named_and_dropped(optimizer):
+    params, opt = live()
+    saved = opt.state_dict()
+    saved["param_groups"][1] |= {"wire_dtype": torch.float32, "nonfinite": "propagate"}
+    text = "group 1 of the state dict has wire_dtype=torch.float32.*stays torch.bfloat16"
+    with pytest.warns(UserWarning, match=text):
+        opt.load_state_dict(saved)
+    assert not {"wire_dtype", "nonfinite"} & set(opt.param_groups[1])
+    opt.step()
 
 
 def test_groups_of_torchs_adamw(optimizer):

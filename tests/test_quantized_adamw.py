@@ -401,7 +401,8 @@ def test_averages_in_8_bits_are_saved_and_go_on(optimizer, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["state dict", "file", "live"])
-@pytest.mark.parametrize("was, now", [(None, INT8), (INT8, None), (BF16, INT8), (INT8, BF16)], ids=str)
+@pytest.mark.parametrize("was, now", [(None, INT8), (INT8, None), (BF16, INT8), (INT8, BF16), (None, BF16),
+                                      (BF16, None)], ids=str)
 def test_a_load_converts_averages(was, now, way, optimizer, tmp_path):
     """And so does a change of the key in a live group. The group keeps its own dtype."""
     blocks, squares = part("kernels.quantized.blocks"), part("kernels.quantized.squares")
@@ -424,12 +425,15 @@ def test_a_load_converts_averages(was, now, way, optimizer, tmp_path):
         if now is INT8:
             (m, ms), (v, vs) = blocks.quantize(old["exp_avg"].float()), squares.quantize(old["exp_avg_sq"].float())
             expected = dict(zip(KEYS, (m, v, ms, vs)))
+        elif was is not INT8:
+            expected = {key: old[key].to(now or F32) for key in ("exp_avg", "exp_avg_sq")}
         else:
             wide = [blocks.dequantize(*(old[key] for key in KEYS[::2])),
                     squares.dequantize(*(old[key] for key in KEYS[1::2]))]
             expected = dict(zip(("exp_avg", "exp_avg_sq"), (t.to(now or F32) for t in wide)))
         assert sorted(state) == sorted([*expected, "step"]) and state["step"] == 3
         assert all(torch.equal(state[key], value) for key, value in expected.items())
+        assert all(state[key].dtype is value.dtype for key, value in expected.items())
     go_on(others, heir, [3])
     assert sorted(heir.state[others[0]]) == sorted([*expected, "step"]) and heir.state[others[0]]["step"] == 4
 

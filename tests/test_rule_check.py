@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +58,120 @@ def test_the_trial_leaves_and_ignores_defaults_of_torch(device):
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+READS, CUTS, COPIES, VERIFIES = "reads a value", "shape depends on values", "numbers of the host", "check a result"
+# name -> (what the check says, a function of a matrix in fp32 that holds numbers > 0)
+WAITS = {
+    "item": (READS, lambda X: X.sum().item()),
+    "float": (READS, lambda X: float(X.sum())),
+    "if": (READS, lambda X: 1 if X.sum() > 0 else 0),
+    "tolist": (READS, lambda X: X.tolist()),
+    "cpu": (READS, lambda X: X.cpu()),
+    "copy to the host": (READS, lambda X: torch.empty(X.shape).copy_(X)),
+    "numpy": (READS, lambda X: np.asarray(X)),
+    "equal": (READS, lambda X: torch.equal(X, X + 0)),
+    "allclose": (READS, lambda X: torch.allclose(X, X)),
+    "max of Python": (READS, lambda X: max(X[0, 0], X[0, 1])),
+    "slice": (READS, lambda X: X[:X.sum().long()]),
+    "index of one": (READS, lambda X: X[X[0].argmax()]),
+    "nonzero": (CUTS, lambda X: X.nonzero()),
+    "where of one argument": (CUTS, lambda X: torch.where(X > 0)),
+    "mask": (CUTS, lambda X: X[X > 0]),
+    "masked_select": (CUTS, lambda X: X.masked_select(X > 0)),
+    "tensor where a mask is true": (CUTS, lambda X: X.__setitem__(X > 0, X.sum())),
+    "unique": (CUTS, lambda X: X.unique()),
+    "repeat_interleave": (CUTS, lambda X: X[0].repeat_interleave(torch.full_like(X[0], 2).long())),
+    "tensor": (COPIES, lambda X: torch.tensor(2.0, device=X.device)),
+    "new_tensor": (COPIES, lambda X: X.new_tensor([2.0])),
+    "to": (COPIES, lambda X: torch.ones(4).to(X.device)),
+    "copy_": (COPIES, lambda X: X.copy_(torch.ones(X.shape))),
+    "inv": (VERIFIES, lambda X: torch.linalg.inv(X @ X.mT)),
+}
+FREE = {
+    "where": lambda X: torch.where(X.sum() > 0, X, 0.0),
+    "a number where a mask is true": lambda X: X.__setitem__(X > 1, 0.0),
+    "masked_fill": lambda X: X.masked_fill(X > 1, 2.0),
+    "a row": lambda X: (X.__setitem__(0, 2.0), X.__setitem__(0, X[1])),
+    "full": lambda X: X * torch.full((), 2.0, device=X.device),
+    "a number of the host": lambda X: X * torch.tensor(2.0),
+    "indices": lambda X: X[torch.arange(2, device=X.device)].gather(1, X[:2].argsort(1)),
+    "repeat_interleave": lambda X: X[0].repeat_interleave(torch.full_like(X[0], 2).long(), output_size=2 * len(X[0])),
+    "topk": lambda X: X.topk(2).values.isfinite().all(),
+    "inv_ex": lambda X: torch.linalg.inv_ex(X @ X.mT),
+    "dtype": lambda X: X.double().to(torch.bfloat16),
+}
+
+
+def phases(function):
+    """{phase: a rule whose phase calls `function` with a matrix of numbers > 0}."""
+    def looked(X):
+        function(0 * X.sum() + torch.arange(1.0, 17.0, device=X.device).view(4, 4) + torch.eye(4, device=X.device))
+
+    members = {
+        "update": lambda self, G, M, numbers: (looked(M), G + M)[1:] * 2,
+        "before": lambda self, U, units: (looked(U), U)[1],
+        "after": lambda self, O, units: (looked(O), O)[1],
+        "write": lambda self, W, O, scale, sent, numbers: (looked(O), W - O)[1],
+    }
+    return {phase: type(f"Waiting{phase}", (package().Rule,), {phase: f}) for phase, f in members.items()}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_phase_in_which_the_host_would_wait_is_refused(name):
+    said, function = WAITS[name]
+    rule = phases(function)["after"]
+    with pytest.raises(ValueError, match=rf"'Waitingafter': after .*{said}.* of test_rule_check.py, so the host would"):
+        check(rule)
+
+
+@pytest.mark.parametrize("phase", ["update", "before", "after", "write"])
+def test_waits_are_found_in_each_phase(phase):
+    """Also where the rule handles the error, or has reads of numbers of its group."""
+    def function(X):
+        with contextlib.suppress(Exception):
+            X.sum().item()
+
+    with pytest.raises(ValueError, match=f"'Waiting{phase}': {phase} reads a value"):
+        check(phases(function)[phase])
+    with pytest.raises(ValueError, match="after reads a value of a tensor"):
+        check(type("Lr", (package().Rule,), {"after": lambda self, O, units: O * float(units.numbers.lr)}))
+
+
+@pytest.mark.parametrize("name", [*FREE, "quantile"])
+def test_what_a_gpu_does_without_the_host_is_no_wait(name):
+    """torch reads the quantile's argument on CPUs only."""
+    for rule in phases({**FREE, "quantile": lambda X: X.quantile(0.9, dim=1)}[name]).values():
+        check(rule)
+
+
+def test_an_option_of_any_name_may_be_read_on_the_host():
+    def after(self, O, units):
+        return O * float(units.numbers.radius) if units.numbers.nesterov else O
+
+    check(type("Radius", (package().Rule,), {"options": {"radius": 2.0}, "after": after}))
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon", "normuon_columns", "normuon_aspect", "adamuon", "muon_plus",
+                                  "hyperball", "scion", "dion2", "dion3"])
+def test_rules_of_the_package_pass(name):
+    check(type(part("rules.rule").RULES[name]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*WAITS, *(f"free: {name}" for name in FREE)])
+def test_a_gpu_waits_where_the_check_says_so(name):
+    """torch itself says where it waits. NumPy cannot read memory of a GPU at all."""
+    is_free, X = name.startswith("free: "), torch.rand(4, 4, device="cuda") + torch.eye(4, device="cuda")
+    function = FREE[name.removeprefix("free: ")] if is_free else WAITS[name][1]
+    with contextlib.suppress(TypeError):
+        function(X.clone())  # loads libraries
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with contextlib.nullcontext() if is_free else pytest.raises((RuntimeError, TypeError), match="synchron|numpy"):
+            function(X)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("size", [1e20, 1.0, 1e-25])

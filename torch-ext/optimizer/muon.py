@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from . import memory_report, pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
-from .communication.process_groups import ProcessGroups, check_process_group, world_now
+from .communication.process_groups import ProcessGroups, check_process_group, found_again, world_now
 from .execution.cuda_graphs import check_environment, on_device
 from .execution.elementwise_updates import StatePlace
 from .execution.offload.offload import Offload
@@ -31,11 +31,12 @@ from .memory_report import MemoryReport
 from .metrics_methods import MetricsMethods
 from .params import units, validation
 from .params.checks import group_values
+from .params.checks.live_keys import LiveKeys
 from .params.checks.memory import check_memory
 from .params.config import AssumedRanks, MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
-from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
+from .params.own_process_groups import OwnProcessGroups, has_process_group
 from .pipeline import Job
 from .qk_clip.clip import QKClip, attach_to
 from .report import Report, Stopwatch, report_of
@@ -55,15 +56,6 @@ from .rules.muon import (
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
-
-
-def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
-    """The new default group in place of a destroyed process group. Raises RuntimeError if the
-    destroyed group was not the default group.
-    """
-    check_process_group(world, choice.is_world)
-    return world
-
 
 NEVER_BOUND = "before the first step, nor after release()"
 
@@ -226,6 +218,7 @@ class Muon(MetricsMethods):
         self._forward_overlap = ForwardOverlap(options.overlap_forward)
         self._backward_overlap = BackwardOverlap()
         self._beta1 = Beta1()
+        self._live_keys = LiveKeys(validation.check_keys, validation.CHANGED)
         self._has_all_groups = False  # the constructor has added all groups
         self._first_members = validation.Members()  # of the groups added by the constructor so far
         self._unscaling = Unscaling()
@@ -313,6 +306,7 @@ class Muon(MetricsMethods):
         # Else once, at the end of `__init__`
         if self._has_all_groups:
             self._init_groups()
+        self._live_keys.accept(self.param_groups[count:])
         if self._bound.all_jobs:
             self._why_unbound = "after add_param_group(), which drops the plan"
         self._drop_plans()
@@ -340,12 +334,16 @@ class Muon(MetricsMethods):
         unshare_tensors(self.param_groups)
         self._beta1.follow(self.param_groups)
 
+    def _arguments(self) -> dict[str, object]:
+        """{name: value} of the arguments that no group can change."""
+        of_adamw = {f"adamw_{key}": value for key, value in self._adamw.items()}
+        return {**vars(self._options), **of_adamw}
+
     def _check_new(self, group: dict, momentum: object, first: tuple | None) -> None:
         """Raise ValueError or NotImplementedError for a new group. `momentum`: as given by the
         user, None if not given. `first`: see `Members`.
         """
-        wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
-        validation.check_group(group, self._extra_keys, {**vars(self._options), **wide})
+        validation.check_group(group, self._extra_keys, self._arguments())
         validation.check_across_params([group], [self._options], first)
         validation.check_units(group, self._own_process_groups.last_options(self._options))
         if validation.is_adamw(group):
@@ -456,8 +454,9 @@ class Muon(MetricsMethods):
             count_drawn(self.param_groups if bound.inputs.draws else ())
 
     def _read_groups(self) -> None:
-        """Check and follow values that schedules wrote into groups; ValueError names the group."""
+        """Check and follow what was written into groups; ValueError names the group."""
         validation.check_scheduled_values(self.param_groups)
+        self._live_keys.check(self.param_groups, self._extra_keys, self._arguments)
         self._beta1.follow(self.param_groups)
 
     def _count_skipped(self, nonfinite: NonfiniteFlags, may_raise: bool) -> None:
@@ -661,7 +660,7 @@ class Muon(MetricsMethods):
         if self._preparation.world is not None:
             if self._options.process_group is not None:
                 check_process_group(world, self._is_world)
-            own = self._own_process_groups.mapped(lambda choice: _found_again(choice, world))
+            own = self._own_process_groups.mapped(lambda choice: found_again(choice, world))
             # Only after all checks
             self._own_process_groups = own
             if self._options.process_group is not None:

@@ -222,6 +222,7 @@ class StateDictMethods(ForwardOverlapMethods):
             super().load_state_dict(state_dict)
         self._beta1.forget()
         self._init_groups()
+        self._live_keys.accept(self.param_groups)
         self._half_way = False
         self._consolidated = None
         # Ranks may have started different numbers of buckets: their process groups are out of step
@@ -269,6 +270,7 @@ class StateDictMethods(ForwardOverlapMethods):
             self._options = replace(self._options, process_group=group)
         self._own_process_groups = self._own_process_groups.mapped(_resolved)
         self._has_all_groups = True
+        self._live_keys.accept(self.param_groups)
         self._drop_plans()
         self._why_unbound = "in a copy, or after unpickling"
 

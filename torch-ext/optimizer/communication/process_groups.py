@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..params.dtensor import is_dtensor, local_of
+from ..params.own_process_groups import Choice
 
 Ranks = tuple[int, ...]  # global ranks, in the order of the group
 _name = attrgetter("group_name")
@@ -363,6 +364,14 @@ def check_process_group(world: dist.ProcessGroup | None, was_world: bool) -> Non
             "process_group was destroyed since the optimizer was built; build another one with a "
             "group of now, and load this one's state_dict() into it"
         )
+
+
+def found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
+    """The new default group in place of a destroyed process group. Raises RuntimeError if the
+    destroyed group was not the default group.
+    """
+    check_process_group(world, choice.is_world)
+    return world
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:

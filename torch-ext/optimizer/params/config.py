@@ -220,6 +220,10 @@ class MuonConfig:
         return min(2 << 30, torch.cuda.get_device_properties(device).total_memory * 3 // 100)
 
 
+# Arguments that no parameter group can change
+ARGUMENTS = tuple(field.name for field in fields(MuonConfig) if field.name != "process_group")
+
+
 def check_own_process_group(given: object, options: MuonConfig) -> None:
     """Raise ValueError unless `given` may be the process_group of a parameter group of an optimizer
     with `options`.

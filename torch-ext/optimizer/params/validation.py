@@ -208,26 +208,31 @@ def check_group(
     arguments that no group can change. Parameters with requires_grad=False are accepted unchecked,
     except lazy parameters.
     """
-    rule = (ELEMENTWISE if is_adamw(group) else RULES).get(group.get("rule"))
-    options = rule.options if rule else ()
-    # Matrices have the dtype of the optimizer
-    others = () if is_adamw(group) else (DTYPE_KEY,)
-    own = {*GROUP_KEYS, *extra_keys, *options}.difference(others)
-    _check_keys(group, own, arguments or {})
+    check_keys(group, extra_keys, arguments or {})
     check_numbers(group)
     for i, param in enumerate(group["params"]):
         if param.requires_grad or isinstance(param, UninitializedTensorMixin):
             check_param(param, name_of(group, i), group)
 
 
-def _check_keys(group: dict, own: set[str], arguments: Mapping[str, object]) -> None:
+def check_keys(
+    group: dict,
+    extra_keys: Collection[str],
+    arguments: Mapping[str, object],
+    known: Collection[str] = (),
+) -> None:
     """Raise ValueError for a key without effect if the user probably expects an effect.
 
-    Refused are unknown keys that resemble a key of `own`, keys of `arguments` with another value
-    than the optimizer's, options of torch with an effect on steps, and names of an algorithm in
-    contradiction to use_muon. All further keys belong to schedulers, wrappers and loggers, and
-    stay.
+    Refused are keys of `arguments` with another value than the optimizer's, options of torch with
+    an effect on steps, and, unless in `known`, unknown keys that resemble a key of the group, and
+    names of an algorithm in contradiction to use_muon. All further keys belong to schedulers,
+    wrappers and loggers, and stay. extra_keys, arguments: as in `check_group`.
     """
+    rule = (ELEMENTWISE if is_adamw(group) else RULES).get(group.get("rule"))
+    options = rule.options if rule else ()
+    # Matrices have the dtype of the optimizer
+    others = () if is_adamw(group) else (DTYPE_KEY,)
+    own = {*GROUP_KEYS, *extra_keys, *options}.difference(others)
     for key in [key for key in group if isinstance(key, str) and key not in own]:
         value = group[key]
         text = f"{shortened(key)}={shortened(repr(value))}"
@@ -244,6 +249,8 @@ def _check_keys(group: dict, own: set[str], arguments: Mapping[str, object]) -> 
                 raise ValueError(
                     f"{text} is not allowed: this optimizer has no such option; remove the key"
                 )
+        elif key in known:
+            continue
         elif key == "beta2":
             raise ValueError(
                 f"{text} is not allowed: only groups of NorMuon have it, and AdamW groups have "

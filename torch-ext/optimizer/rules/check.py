@@ -1,15 +1,19 @@
-"""Checks of a class of rules, when an optimizer is given it: declarations, and a trial of each
-phase on small tensors on the CPU.
+"""Checks of a class of rules, when an optimizer is given it: declarations, a trial of each phase on
+small tensors on the CPU, and one on tensors without values, which finds where the host would wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .elementwise import DEFAULT, elementwise_of
@@ -122,6 +126,7 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
     try:
         with _NoCollectives(name), torch.no_grad(), torch.device("cpu"):
             trial.run()
+            trial.run_without_values()
     except _WrongRule as error:
         raise ValueError(str(error)) from None
     except Exception as error:
@@ -211,6 +216,123 @@ class _NoCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+# What makes the host wait for a GPU -> the way out
+READS = "reads a value of a tensor on the host (.item(), float(), bool(), if, .tolist(), .cpu())"
+CUTS = "makes a tensor whose shape depends on values"
+COPIES = "copies numbers of the host to the device"
+VERIFIES = "has torch check a result on the host"
+WAYS_OUT = {
+    READS: "compute with 0-D tensors, and choose by torch.where",
+    CUTS: "keep the shape, and choose by torch.where",
+    COPIES: "use Python numbers, or torch.full with the device",
+    VERIFIES: "call the function that ends in _ex, such as torch.linalg.inv_ex",
+}
+TO_NUMPY = torch.Tensor.numpy, torch.Tensor.__array__
+FROM_NUMBERS = torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor
+
+
+def _is_without_values(value: object) -> bool:
+    """Whether `value` is a tensor on the meta device, in the place of one on a GPU."""
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _wait_in(func: Any, args: tuple, kwargs: Mapping) -> str:
+    """What in an operation of torch makes the host wait, a key of WAYS_OUT; "" for nothing."""
+    name, tensors = func.name().partition(".")[0], [a for a in args if isinstance(a, torch.Tensor)]
+    if name in ("aten::_to_copy", "aten::copy_"):
+        source = tensors[-1]
+        to = tensors[0].device if name == "aten::copy_" else kwargs.get("device") or source.device
+        if torch.device(to).type == source.device.type:
+            return ""
+        return READS if source.is_meta else COPIES
+    if not any(map(_is_without_values, tensors)):
+        return ""
+    if name == "aten::_linalg_check_errors":
+        return VERIFIES
+    if torch.Tag.data_dependent_output in func.tags:
+        return READS
+    if name == "aten::index_put_":
+        # torch sets a number where a mask is true by masked_fill
+        return CUTS if args[2].numel() > 1 and _has_mask(args[1]) else ""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return ""
+    if name == "aten::index":
+        return CUTS if _has_mask(args[1]) else ""
+    return CUTS if kwargs.get("output_size") is None else ""
+
+
+def _has_mask(index: Sequence) -> bool:
+    """Whether a mask is among the indices of a tensor: torch looks for its true elements."""
+    masks = torch.bool, torch.uint8
+    return any(isinstance(i, torch.Tensor) and i.dtype in masks for i in index)
+
+
+class _Waits:
+    """Finds operations with which the host would wait for a GPU. Tensors of the GPU are on the meta
+    device. `found`: what the first one does, a key of WAYS_OUT, and where the rule calls it.
+    """
+
+    def __init__(self) -> None:
+        self.found: tuple[str, str] | None = None
+
+    def look(self, wait: str) -> None:
+        """Keep a key of WAYS_OUT, unless it is "", and raise ValueError, which ends the phase."""
+        if not wait:
+            return
+        frame = sys._getframe(1)
+        inner = "torch.", f"{PACKAGE}."
+        while frame.f_back and f"{frame.f_globals.get('__name__')}.".startswith(inner):
+            frame = frame.f_back
+        where = f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
+        self.found = self.found or (wait, where)
+        raise _WrongRule(wait)
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Context manager in which operations are looked at."""
+        with _Operations(self), _Functions(self):
+            yield
+
+
+class _Operations(TorchDispatchMode):
+    """Shows `_Waits` all operations."""
+
+    def __init__(self, waits: _Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping | None = None
+    ) -> Any:
+        """Run an operation with which the host does not wait."""
+        self.waits.look(_wait_in(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    """Shows `_Waits` functions that become no operation of a tensor on the meta device."""
+
+    def __init__(self, waits: _Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping | None = None
+    ) -> Any:
+        """Run a function with which the host does not wait."""
+        given = args[0] if args else None
+        if func in TO_NUMPY and _is_without_values(given):
+            self.waits.look(READS)
+        if func is torch.Tensor.__setitem__ and _is_without_values(args[2]):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.waits.look(CUTS if _has_mask(index) else "")
+        result = func(*args, **(kwargs or {}))
+        is_copy = func is torch.Tensor.new_tensor or not isinstance(given, torch.Tensor)
+        if func in FROM_NUMBERS and is_copy and _is_without_values(result):
+            self.waits.look(COPIES)
+        return result
+
+
 class _Trial:
     """Calls of every overridden phase, twice: on whole tensors and on parts."""
 
@@ -219,9 +341,9 @@ class _Trial:
         self.name = rule_name(rule)
         self.random = torch.Generator("cpu").manual_seed(0)
         usual = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "eps": 1e-7}
-        self.group = {**usual, **rule.options}
-        scalars = torch.tensor(device_scalars(self.group), dtype=torch.float32, device="cpu")
-        self.numbers = Numbers(self.rule, self.group, scalars)
+        self.group = {"use_muon": True, **usual, **rule.options}
+        self.scalars = torch.tensor(device_scalars(self.group), dtype=torch.float32, device="cpu")
+        self.numbers = Numbers(self.rule, self.group, self.scalars)
 
     def run(self) -> None:
         """Raise ValueError for a phase that breaks a promise of `Rule`."""
@@ -232,6 +354,36 @@ class _Trial:
         if overrides(self.rule, "write"):
             sent = {key: self._random(t.shape[1:]).abs() for key, t in units.sent.items()}
             self._elementwise("write", {"W": W, "O": O}, 0.5, sent, self.numbers, sent=sent)
+
+    def run_without_values(self) -> None:
+        """Raise ValueError for a phase in which the host would wait for a GPU."""
+        # Kernels of the package need memory, and read no value on the host
+        if self.rule.fused:
+            return
+        matrix = torch.empty((1, *SHAPE[1:]), dtype=torch.float32, device="meta")
+        numbers = Numbers(self.rule, self.group, self.scalars.to("meta"))
+        units = self._make(self._random(matrix.shape))
+        state, sent = ({k: t.to("meta") for k, t in d.items()} for d in (units.state, units.sent))
+        units = Units(numbers, state, matrix if self.rule.reads_weight else None, sent, 0.5)
+        of_piece = {key: t[0].clone() for key, t in sent.items()}
+        calls = {
+            "update": (matrix[0], matrix[0].clone(), numbers),
+            "before": (matrix.clone(), units),
+            "after": (matrix.clone(), units),
+            "write": (matrix[0], matrix[0].clone(), 0.5, of_piece, numbers),
+        }
+        for method in [method for method in calls if overrides(self.rule, method)]:
+            waits = _Waits()
+            # An operation that cannot run without values ends the phase, and tells nothing
+            with contextlib.suppress(Exception), waits.looking():
+                getattr(self.rule, method)(*calls[method])
+            if waits.found:
+                wait, where = waits.found
+                raise _WrongRule(
+                    f"rule {self.name!r}: {method} {wait}, in {where}, so the host would wait for "
+                    "the GPU in every step, and no CUDA graph could hold the phase: "
+                    f"{WAYS_OUT[wait]}"
+                )
 
     def _random(self, shape: Sequence[int]) -> torch.Tensor:
         """Normal numbers in fp32 on the CPU, whatever torch's defaults and global generator."""

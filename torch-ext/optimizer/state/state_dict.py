@@ -17,8 +17,9 @@ import torch
 
 from ..communication.redistribute import place_like
 from ..kernels.quantized.blocks import is_quantized
+from ..params.checks.live_keys import warn_of_saved_arguments
 from ..params.checks.saved_function import has_function, with_function
-from ..params.config import MuonConfig
+from ..params.config import ARGUMENTS, MuonConfig
 from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
@@ -50,9 +51,9 @@ KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for m
 # Keys of groups of torch's AdamW that this optimizer has no option for
 ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
 # Keys of a group that loading never changes. `split` and `transposed` describe the model, and
-# `state_dtype` the form that loaded averages get, so the optimizer's own values stay.
+# `state_dtype` and other ARGUMENTS the optimizer, so the optimizer's own values stay.
 SPLITS = "split", "transposed", DTYPE_KEY  # missing from groups to which they were not given
-LABELS = ("param_names", "name", *SPLITS)
+LABELS = ("param_names", "name", *SPLITS, *ARGUMENTS)
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
 
 
@@ -154,6 +155,7 @@ class Loading:
                 "pass what an optimizer's state_dict() has returned"
             )
         refuse_elsewhere(loaded)
+        warn_of_saved_arguments(loaded["param_groups"], ARGUMENTS, self.options)
         groups = matched_groups(loaded["param_groups"], self.own)
         if list(map(_param_count, groups)) != list(map(_param_count, self.own)):
             # A checkpoint of torch.distributed.checkpoint without state: torch raises
@@ -180,11 +182,11 @@ class Loading:
     def after_torch(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the copied state in place, and complete the groups.
 
-        Names, splits, and options missing from the saved groups, stay as before the load. Drops
-        keys of torch.optim.AdamW without an option in this optimizer (ADAMW).
+        Names, splits, arguments of the optimizer, and options missing from the saved groups, stay
+        as before the load. Drops keys of torch.optim.AdamW without an option here (ADAMW).
         """
         for group, own in zip(optimizer.param_groups, self.own):
-            for key in [key for key in (*ADAMW, *SPLITS) if key not in own]:
+            for key in [key for key in (*ADAMW, *SPLITS, *ARGUMENTS) if key not in own]:
                 group.pop(key, None)
             for key, default in OPTIONAL_KEYS.items():
                 if key in group and key not in own and group[key] == default:

@@ -16,9 +16,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...kernels.quantized import blocks, squares
+from ...kernels.quantized.blocks import is_quantized
 from ...params.dtensor import as_dtensor, is_dtensor, local_of
 from ...rules.elementwise import is_8bit
-from ...rules.rule import QUANTIZED_KEYS, STATES, WIDE_KEYS, keys_of, state_shape
+from ...rules.muon import SUM_KEY
+from ...rules.rule import (
+    QUANTIZED_KEYS,
+    STATES,
+    WIDE_KEYS,
+    keys_of,
+    state_device_and_dtype,
+    state_shape,
+)
 from .conversion import as_tensor
 
 # (key of the average, of its numbers, of its scales, format)
@@ -112,8 +121,9 @@ def loaded_keys(
 def adopt_averages(
     state: dict, keys: tuple[str, ...], param: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Convert the averages of a live state to the form of `keys`, in place, after a change of
-    `state_dtype` in the group, and drop those of the other form. `dtype`: of wide averages.
+    """Convert the averages of a live state to the form of `keys` and to `dtype`, in place, after a
+    change of `state_dtype` in the group, and drop those of the other form. `dtype`: of
+    `group_state_dtype`.
     """
     for wanted, others in ((QUANTIZED_KEYS, WIDE_KEYS), (WIDE_KEYS, QUANTIZED_KEYS)):
         if not set(wanted) <= set(keys):
@@ -122,10 +132,14 @@ def adopt_averages(
         if is_missing and all(key in state for key in others):
             converted = narrowed(state, param) if wanted == QUANTIZED_KEYS else widened(state)
             state.update({key: converted[key] for key in wanted})
-            for key in wanted if wanted == WIDE_KEYS else ():
-                state[key] = state[key].to(dtype)
         for key in others:
             state.pop(key, None)
+    for key in [key for key in (*WIDE_KEYS, "momentum_buffer", SUM_KEY) if key in keys]:
+        wide = state_device_and_dtype(key, param, dtype)[1]
+        found = getattr(state.get(key), "dtype", wide)
+        # 8 bits are refused by `check_bits`
+        if found != wide and not (is_quantized(found) or is_quantized(wide)):
+            state[key] = state[key].to(wide)
 
 
 def is_fitting(key: str, dtype: torch.dtype) -> bool:

@@ -1,0 +1,98 @@
+"""Keys that get into groups after construction: between steps, which are checked as at
+construction, and by state dicts, which cannot change arguments of the optimizer.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import repeat
+
+from ...rules.elementwise import DTYPE_KEY
+from ..errors import in_group, shortened, warn_caller
+from .group_keys import is_same
+
+# Keys of groups of torch's AdamW, and of groups with use_muon=False
+USUAL = "capturable", DTYPE_KEY
+
+
+class LiveKeys:
+    """Notices keys that were put into groups since the last check, and new values of keys that a
+    group may have with one value only: arguments of the optimizer, and `refused` ones.
+
+    Without changes `check` compares the keys of each group, in C, and reads no other value.
+    """
+
+    def __init__(self, check_keys: Callable[..., None], refused: Collection[str]) -> None:
+        """Know no group; call `accept` with new ones. `check_keys` and `refused`: that
+        function and CHANGED of validation.py, which imports from this folder.
+        """
+        self._check_keys = check_keys
+        self._refused = refused
+        # Keys of each group at the last check; None: the next check looks at all groups
+        self._keys: list[tuple] | None = None
+        # id of a group -> keys that were checked, or that came from a state dict
+        self._known: dict[int, tuple] = {}
+        self._held: list[str] = []  # keys with one allowed value that some group has
+        self._values: list = []  # of `_held` and "use_muon", by key and group
+
+    def accept(self, groups: Sequence[dict]) -> None:
+        """Take the keys of `groups` as they are: construction has checked them, and state dicts may
+        have keys of other tools. The next check looks at arguments of the optimizer only.
+        """
+        self._keys = None
+        self._known.update(zip(map(id, groups), map(tuple, groups)))
+
+    def check(
+        self,
+        groups: Sequence[dict],
+        extra_keys: Collection[str],
+        arguments: Callable[[], Mapping[str, object]],
+    ) -> None:
+        """Raise ValueError, with group and key, for a key without effect where the user probably
+        expects an effect. `extra_keys`, `arguments`: as in `check_keys`; `arguments` is called
+        after changes only.
+        """
+        keys = list(map(tuple, groups))
+        # Identity: a comparison of arrays has no truth value
+        if keys == self._keys and (
+            not self._held or all(map(operator.is_, self._values_of(groups), self._values))
+        ):
+            return
+        given = arguments()
+        anywhere = set().union(*self._known.values())
+        for number, group in enumerate(groups):
+            with in_group(number, group):
+                self._check_keys(group, extra_keys, given, self._known.get(id(group), anywhere))
+        self._keys = keys
+        self._known = dict(zip(map(id, groups), keys))
+        present = set().union(*keys)
+        self._held = [key for key in (*given, *self._refused) if key in present]
+        self._values = self._values_of(groups)
+
+    def _values_of(self, groups: Sequence[dict]) -> list:
+        """The values of `_held`, and of "use_muon", which decides what is a key of a group."""
+        return [
+            value
+            for key in (*self._held, "use_muon")
+            for value in map(dict.get, groups, repeat(key))
+        ]
+
+
+def warn_of_saved_arguments(
+    saved: Sequence[Mapping], arguments: Sequence[str], options: Sequence[object]
+) -> None:
+    """Warn of the first of `arguments` of the optimizer that a group of a state dict has with
+    another value, which has no effect. `options`: of each group of the optimizer, equal in these.
+    """
+    for number, group in enumerate(saved if options else ()):
+        for key in [key for key in arguments if key in group and key not in USUAL]:
+            own = getattr(options[0], key)
+            if not is_same(group[key], own):
+                return warn_caller(
+                    f"group {number} of the state dict has {key}={shortened(repr(group[key]))}, an "
+                    f"argument of the optimizer, which loading does not change: it stays "
+                    f"{shortened(repr(own))}. To change it, build the optimizer with it, else "
+                    "remove the key from the saved group"
+                )
+    return None
