@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -131,6 +131,18 @@ class Members:
         self.ids.update(map(id, group["params"]))
         if self.first is None:
             self.first = next(((group, p) for p in group["params"] if p.requires_grad), None)
+
+
+def readable(params: object) -> object:
+    """`params` as given to an optimizer, an iterator as a list, since it can be read only once.
+
+    Raises TypeError for a model.
+    """
+    if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
+        raise TypeError(
+            f"params is a model, {type(params).__name__}: pass get_default_muon_param_groups(model)"
+        )
+    return list(params) if isinstance(params, Iterator) else params
 
 
 def check_param_list(group: dict, others: list[dict], members: Members) -> None:

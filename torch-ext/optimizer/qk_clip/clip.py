@@ -353,5 +353,8 @@ def attach_to(clip: object, groups: Sequence[dict]) -> None:
     if clip is None:
         return
     if not isinstance(clip, QKClip):
-        raise TypeError(f"qk_clip must be a QKClip or None, not {type(clip).__name__}")
+        raise TypeError(
+            f"qk_clip must be a QKClip or None, not {type(clip).__name__}: QKClip.of(model, "
+            "threshold=...) makes one"
+        )
     clip.attach(groups)
