@@ -635,7 +635,8 @@ def check_param(param: torch.Tensor, name: str, group: dict) -> None:
     if use_muon and param.ndim < 2:
         raise ValueError(
             f"{what} is {param.ndim}-D; Muon takes matrices (R, C) and stacks of them (..., R, C): "
-            "put it into a group with use_muon=False, or use get_default_muon_param_groups(model)"
+            "put it into a group with use_muon=False, or use get_default_muon_param_groups(model); "
+            "a framework that gives all parameters to a class of optimizers takes MuonFactory"
         )
     # Loaded from a file, or kept after destroy_process_group
     if is_dtensor(param) and not torch.distributed.is_initialized():
