@@ -34,7 +34,7 @@ build: $(DEMO_READY) ## write build/torch-<backend>/, the package as the Hub ser
 wheel: $(DEMO_READY) ## write dist/sharded_muon-<version>-py3-none-any.whl, the package as a wheel
 	$(PYTHON) tools/wheel_backend.py
 
-demo: build ## train a small GPT with Muon and with AdamW, and compare them (4 minutes on 2 cores)
+demo: build ## train a small GPT with Muon and with AdamW, and compare them (about 3 minutes on 2 cores)
 	$(PYTHON) examples/demo.py $(ARGS)
 
 test: $(TEST_READY) ## run the CPU test suite (about 10 minutes on 2 cores)

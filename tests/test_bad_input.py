@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import math
 
 import pytest
@@ -114,6 +116,15 @@ def test_a_tensor_that_is_no_leaf():
 
 def test_something_else_than_a_tensor():
     refuse(["Tensor", "list"], [[1.0, 2.0]], error=TypeError)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))], ids=["one layer", "iterable"])
+def test_a_model_in_place_of_its_parameters(model):
+    refuse(["model", type(model).__name__, "get_default_muon_param_groups(model)"], model, error=TypeError)
+
+
+def test_a_list_of_parameters_that_is_a_module():
+    package().Muon(nn.ParameterList([matrix()]))
 
 
 # groups ----------------------------------------------------------------------------------------------------------
@@ -422,11 +433,27 @@ def test_an_unknown_adjust_lr_fn():
 @pytest.mark.parametrize(("key", "value"), [("wire_dtype", torch.float16), ("state_dtype", torch.float16),
                                             ("ns_dtype", torch.float64), ("wire_dtype", "bf16"), ("state_dtype", None)])
 def test_a_dtype_that_is_not_allowed(key, value):
-    refuse([f"{key}={value}", "bfloat16", "float32"], [matrix()], **{key: value})
+    refuse([f"{key}={value!r}", "bfloat16", "float32"], [matrix()], **{key: value})
 
 
-def test_an_unknown_keyword():
-    refuse(["wire_dtpye"], [matrix()], error=TypeError, wire_dtpye=torch.float32)
+UNKNOWN = {
+    "wire_dtpye": "did you mean 'wire_dtype'", "wieght_decay": "did you mean 'weight_decay'?",
+    "learning_rate": "did you mean 'lr'?", "betas": "did you mean 'adamw_betas'?", "fused": "leave it out",
+    "adamw_lr": "pass it to get_default_muon_param_groups", "beta2": "an option of NorMuon",
+}
+
+
+@pytest.mark.parametrize("argument", UNKNOWN)
+def test_an_unknown_argument(argument):
+    refuse([f"there is no argument {argument!r}: ", UNKNOWN[argument]], [matrix()], error=TypeError, **{argument: 1})
+
+
+def test_names_for_unknown_arguments_are_complete(part):
+    config, muon = part("params.config"), inspect.signature(package().Muon.__init__).parameters
+    groups = inspect.signature(package().get_default_muon_param_groups).parameters
+    known = {*config.OF_TORCH, *config.OF_GROUPS, *(field.name for field in dataclasses.fields(config.MuonConfig))}
+    assert known == set(muon) - {"self", "params", "options"}
+    assert set(config.OF_DEFAULT_GROUPS) == set(groups) - {"model"}
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5])

@@ -458,6 +458,15 @@ def test_card_renders(has_benchmark, source):
     assert source is None or lines[-1].endswith(f": {source}")
 
 
+def test_the_cards_program_runs(optimizer):
+    """With the learning rate that README.md takes for the default groups."""
+    program = re.search(r"```python\n(.*?)```", (ROOT / "CARD.md").read_text(), re.S)[1]
+    names = {"model": torch.nn.Linear(4, 4)}
+    exec(program.replace("{{ repo_id }}", "org/optimizer").replace("{{ version }}", "1"), names)
+    assert {group["lr"] for group in names["opt"].param_groups} == {3e-4}
+    assert "get_default_muon_param_groups(model, report=print), lr=3e-4)" in (ROOT / "README.md").read_text()
+
+
 def test_flake_lock_pins_the_builder():
     lock = json.loads((ROOT / "flake.lock").read_text())
     locked = lock["nodes"]["kernel-builder"]["locked"]

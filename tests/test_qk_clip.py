@@ -1036,6 +1036,31 @@ def test_parameters_are_checked_at_construction(optimizer):
         stepped(params(weights_of("MHA")), None, {"l": torch.ones(4)})
 
 
+def test_an_optimizer_without_any_logits_warns_once(optimizer):
+    ps = params(weights_of("MHA"))
+    opt = muon(ps, optimizer.QKClip(1.0, {"l": GOOD}))
+    for p in ps.values():
+        p.grad = torch.zeros_like(p)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()  # as get_optimizer_state_dict does
+    with pytest.warns(UserWarning, match="qk_clip has no attention logits on this rank.*recording") as told:
+        opt.step()
+        opt.step()
+    assert len(told) == 1
+
+
+def test_an_optimizer_with_logits_before_some_steps_does_not_warn(optimizer):
+    ps = params(weights_of("MHA"))
+    opt = muon(ps, optimizer.QKClip(1.0, {"l": GOOD}))
+    for p in ps.values():
+        p.grad = torch.zeros_like(p)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(4):
+            opt.step(qk_logits={"l": torch.ones(4)} if number == 1 else None)
+
+
 def test_maxima_are_checked(optimizer):
     clip = optimizer.QKClip(1.0, {"l": GOOD})
     for layer, values, said in (("m", torch.ones(4), "there is no layer 'm'; there are l"),

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -175,8 +175,7 @@ class Muon(MetricsMethods):
         self._start(MuonConfig.of(options))
         self._rule, self._rule_options = rule, rule_options
         self._store_weights_by(rounding, rounding_seed, master_weights)
-        # A generator can be read only once
-        params = list(params) if isinstance(params, Iterator) else params
+        params = validation.readable(params)
         self._options.check(group_has_ranks=has_process_group(params))
         validation.check_adamw(adamw_betas, adamw_eps)
         process_group = self._options.process_group

@@ -5,9 +5,10 @@ Parameters and groups are checked in validation.py.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -18,7 +19,47 @@ from .errors import shortened
 
 NONFINITE = ("propagate", "skip", "raise")  # allowed values of `nonfinite`
 
+# Arguments of `Muon` that are no fields of `MuonConfig`: defaults of keys of groups
+OF_TORCH = (
+    "lr",
+    "weight_decay",
+    "momentum",
+    "nesterov",
+    "ns_coefficients",
+    "eps",
+    "ns_steps",
+    "adjust_lr_fn",
+)
+OF_GROUPS = (
+    "adamw_betas",
+    "adamw_eps",
+    "rule",
+    "decay",
+    "momentum_form",
+    "rounding",
+    "rounding_seed",
+    "master_weights",
+)
+# Arguments that belong elsewhere
+OF_DEFAULT_GROUPS = ("adamw", "muon", "adamw_lr", "report", "split", "allow_no_matrices")
+OF_NORMUON = ("beta2",)
+OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "mu": "momentum"}
+
 Function = TypeVar("Function", bound=Callable)
+
+
+def _meant(argument: str, known: Sequence[str]) -> str:
+    """What to do about an argument that is not in `known`, for a message."""
+    if argument in OF_DEFAULT_GROUPS:
+        return "pass it to get_default_muon_param_groups"
+    if argument in OF_NORMUON:
+        return "it is an option of NorMuon"
+    name = OTHER_NAMES.get(argument.lower())
+    found = [name] if name else difflib.get_close_matches(argument, known, 2, 0.6)
+    if found:
+        return f"did you mean {' or '.join(map(repr, found))}?"
+    own = ", ".join(known[len(OF_TORCH) :])
+    return f"leave it out. Besides torch.optim.Muon's there are {own}"
 
 
 @dataclass(frozen=True)
@@ -70,9 +111,8 @@ class MuonConfig:
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
             raise TypeError(
-                f"there is no argument {shortened(repr(unknown[0]))}: leave it out. Besides "
-                "torch.optim.Muon's there are adamw_betas, adamw_eps, decay, momentum_form, "
-                f"rounding, rounding_seed, master_weights, {', '.join(known)}"
+                f"there is no argument {shortened(repr(unknown[0]))}: "
+                f"{_meant(unknown[0], [*OF_TORCH, *OF_GROUPS, *known])}"
             )
         if "process_group" in given:
             given = {**given, "process_group": group_of_mesh(given["process_group"])}
@@ -143,9 +183,8 @@ class MuonConfig:
 
     def _refused(self, key: str, allowed: str) -> ValueError:
         """The error for the value of field `key`; `allowed`: the allowed values in words."""
-        value = getattr(self, key)
-        text = str(value) if key.endswith("_dtype") else repr(value)
-        return ValueError(f"{key}={shortened(text)} is not allowed: it must be {allowed}")
+        value = shortened(repr(getattr(self, key)))
+        return ValueError(f"{key}={value} is not allowed: it must be {allowed}")
 
     def _check_offload(self) -> None:
         """Raise ValueError for a value of offload_state, or an argument that it excludes."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -131,6 +131,18 @@ class Members:
         self.ids.update(map(id, group["params"]))
         if self.first is None:
             self.first = next(((group, p) for p in group["params"] if p.requires_grad), None)
+
+
+def readable(params: object) -> object:
+    """`params` as given to an optimizer, an iterator as a list, since it can be read only once.
+
+    Raises TypeError for a model.
+    """
+    if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
+        raise TypeError(
+            f"params is a model, {type(params).__name__}: pass get_default_muon_param_groups(model)"
+        )
+    return list(params) if isinstance(params, Iterator) else params
 
 
 def check_param_list(group: dict, others: list[dict], members: Members) -> None:
@@ -623,7 +635,8 @@ def check_param(param: torch.Tensor, name: str, group: dict) -> None:
     if use_muon and param.ndim < 2:
         raise ValueError(
             f"{what} is {param.ndim}-D; Muon takes matrices (R, C) and stacks of them (..., R, C): "
-            "put it into a group with use_muon=False, or use get_default_muon_param_groups(model)"
+            "put it into a group with use_muon=False, or use get_default_muon_param_groups(model); "
+            "a framework that gives all parameters to a class of optimizers takes MuonFactory"
         )
     # Loaded from a file, or kept after destroy_process_group
     if is_dtensor(param) and not torch.distributed.is_initialized():

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..params.dtensor import local_of
-from ..params.errors import given_names, shortened
+from ..params.errors import given_names, shortened, warn_caller
 from . import logits, models
 from .layers import SHARED_KEYS, AttentionLayer, parse_layer
 
@@ -106,6 +106,7 @@ class QKClip:
         self._recorded: dict[str, Recorded] = {}  # by `record`, for the next step
         self._taken: dict[str, Recorded] = {}  # by `take`, for the running step
         self._results: tuple[torch.Tensor, ...] | None = None  # see `set_results`
+        self._silent_steps = 0  # steps before the first recorded maxima
 
     @classmethod
     def of(
@@ -236,6 +237,8 @@ class QKClip:
         for layer, maxima in (given or {}).items():
             if maxima is not None:
                 self.record(layer, maxima)
+        if not self._recorded:
+            self._count_silent_step()
         for layer, kept in self._recorded.items():
             if layer not in self._taken:
                 self._taken[layer] = Recorded.empty(len(kept.maxima), kept.maxima.device)
@@ -247,6 +250,18 @@ class QKClip:
             # A step that failed before it read the maxima has left them
             torch._foreach_maximum_(taken, source)
             _empty(list(self._recorded.values()))
+
+    def _count_silent_step(self) -> None:
+        """Count a step before the first recorded maxima, and warn at the second one: the first may
+        be the step by which get_optimizer_state_dict creates state.
+        """
+        self._silent_steps += 1
+        if self._silent_steps == 2:
+            warn_caller(
+                "qk_clip has no attention logits on this rank, and without logits it scales no "
+                "head: run the forward inside `with opt.qk_clip.recording(model):`, or give maxima "
+                "to opt.qk_clip.record() or to opt.step(qk_logits=...)"
+            )
 
     @property
     def taken(self) -> dict[str, Recorded]:
@@ -303,6 +318,7 @@ def unattached(clip: QKClip) -> QKClip:
     """Return a copy of `clip` that belongs to no optimizer, without logits and results."""
     found = copy.copy(clip)
     found._places, found._recorded, found._taken, found._results = {}, {}, {}, None
+    found._silent_steps = 0
     return found
 
 
@@ -353,5 +369,8 @@ def attach_to(clip: object, groups: Sequence[dict]) -> None:
     if clip is None:
         return
     if not isinstance(clip, QKClip):
-        raise TypeError(f"qk_clip must be a QKClip or None, not {type(clip).__name__}")
+        raise TypeError(
+            f"qk_clip must be a QKClip or None, not {type(clip).__name__}: QKClip.of(model, "
+            "threshold=...) makes one"
+        )
     clip.attach(groups)
