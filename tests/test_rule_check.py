@@ -174,6 +174,33 @@ def test_a_gpu_waits_where_the_check_says_so(name):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def softened(W, O, sent):
+    """Functions that torch computes by other code in the last elements of a tensor on a CPU."""
+    return (torch.sigmoid(W) * sent["row"].abs() ** 0.7, torch.nn.functional.softplus(O) - sent["column"].cosh())
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (70, 513), (3, 1100), (64, 7)])
+def test_a_piece_has_the_bits_of_the_whole(shape, device):
+    """Cut anywhere, also between the parts that are computed at once."""
+    run, (rows, cols) = part("rules.phases").in_whole_vectors, shape
+    W, O = torch.randn(2, rows, cols, device=device)
+    sent = {"row": torch.randn(rows, 1, device=device), "column": torch.randn(1, cols, device=device)}
+    per = {"row": "row", "column": "column"}
+    whole = run(softened, (W, O), sent, per)
+    for found, exact in zip(whole, softened(W.double(), O.double(), {key: t.double() for key, t in sent.items()})):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    for r, c in ((slice(0, 1), slice(None)), (slice(rows // 3, None), slice(cols // 2, cols)), (slice(0), slice(1))):
+        some = run(softened, (W[r, c], O[r, c]), {"row": sent["row"][r], "column": sent["column"][:, c]}, per)
+        assert all(torch.equal(a, b[r, c]) for a, b in zip(some, whole))
+
+
+def test_functions_with_code_for_vectors_are_elementwise():
+    def update(self, G, M, numbers):
+        return torch.nn.functional.softplus(G) + G.cosh(), torch.atan2(M, 3 * G)
+
+    check(type("Softened", (package().Rule,), {"update": update}))
+
+
 @pytest.mark.parametrize("size", [1e20, 1.0, 1e-25])
 @pytest.mark.parametrize("order", ["row", "column", "row_column", "column_row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

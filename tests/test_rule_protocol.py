@@ -32,7 +32,7 @@ def their_rule(**changes):
 
         def update(self, G, M, numbers):
             M = M + numbers.one_minus_momentum * (G - M)
-            return torch.tanh(M), M
+            return torch.sigmoid(M) - 0.5, M  # on CPUs of other bits in the middle of a tensor than at its end
 
         def before(self, U, units):
             return U + units.numbers.damping * units.weight
@@ -46,8 +46,8 @@ def their_rule(**changes):
             return O / (1 + units.state["of_elements"])
 
         def write(self, W, O, scale, sent, numbers):
-            decayed = W * numbers.decay * (1 - 0.01 * sent["of_each_column"])
-            return decayed - numbers.lr * scale * sent["size"] * O / (1 + sent["of_each_row"])
+            decayed = W * numbers.decay * (1 - 0.01 * torch.sigmoid(sent["of_each_column"]))
+            return decayed - numbers.lr * scale * sent["size"] * O.sinh() / (1 + sent["of_each_row"] ** 0.7)
 
     for key, value in changes.items():
         setattr(Damped, key, value)
@@ -443,6 +443,11 @@ WRONG = {
     "another shape": ({"before": lambda self, U, units: U[:, :-1]}, ValueError, "before returned"),
     "no tensor": ({"before": lambda self, U, units: None}, ValueError, "before returned NoneType"),
     "a sum in write": ({"write": lambda self, W, O, *others: W - O.sum()}, ValueError, "write is not elementwise"),
+    "a sum over the rows above": ({"write": lambda self, W, O, *others: W - O.cumsum(0)}, ValueError,
+                                  "write is not elementwise"),
+    "numbers of rows": ({"update": lambda self, G, M, numbers: (G, M * torch.arange(1.0, 1 + len(M))[:, None])},
+                        ValueError, "update is not elementwise"),
+    "no floats": ({"before": lambda self, U, units: U.round().int()}, ValueError, "before returned torch.int32"),
     "a sum in update": ({"update": lambda self, G, M, numbers: (G / G.norm(), M)}, ValueError,
                         "update is not elementwise"),
     "one result": ({"update": lambda self, G, M, numbers: M}, ValueError, r"update must return \(U, the new M\)"),

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .elementwise import DEFAULT, elementwise_of
+from .phases import in_whole_vectors
 from .rule import (
     PER,
     RULES,
@@ -31,7 +32,8 @@ from .rule import (
 )
 
 SENT_PER = ("row", "column", "matrix")  # allowed values of `Rule.sends`
-SHAPE = 3, 6, 4  # of the stack of the trial
+# Of the stack of the trial: matrices, and rows, of whole vectors of a CPU (`in_whole_vectors`)
+SHAPE = 3, 128, 64
 # Attributes of `Rule` that the trial does not check, and the engine relies on
 INNER = ("selection", "has_radius", "adjust_lr_fn")
 PACKAGE = __name__.rsplit(".", 2)[0]
@@ -349,11 +351,11 @@ class _Trial:
         """Raise ValueError for a phase that breaks a promise of `Rule`."""
         W, O, G, M = (self._random(SHAPE[1:]) for _ in range(4))
         if overrides(self.rule, "update"):
-            self._elementwise("update", {"G": G, "M": M}, self.numbers)
+            self._elementwise("update", {"G": G, "M": M})
         units = self._units()
         if overrides(self.rule, "write"):
             sent = {key: self._random(t.shape[1:]).abs() for key, t in units.sent.items()}
-            self._elementwise("write", {"W": W, "O": O}, 0.5, sent, self.numbers, sent=sent)
+            self._elementwise("write", {"W": W, "O": O}, sent)
 
     def run_without_values(self) -> None:
         """Raise ValueError for a phase in which the host would wait for a GPU."""
@@ -393,19 +395,25 @@ class _Trial:
         self,
         method: str,
         named: Mapping[str, torch.Tensor],
-        *rest: Any,
         sent: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Call a method with tensors and further arguments. Check that it changes none of them, the
-        shapes of results, and that parts of the tensors give the results of the whole. `sent`:
-        those of `rest`, which pieces of a matrix share.
+        """Call `update` or `write` with tensors, and `write` with `sent` and a scale. Check that it
+        changes none of them, the shapes of results, and that parts of the tensors give the results
+        of the whole.
         """
-        call, tensors = getattr(self.rule, method), list(named.values())
+        sent, tensors = sent or {}, list(named.values())
+
+        def call(*arguments: Any) -> tuple[torch.Tensor, ...]:
+            *some, numbers = arguments
+            if method == "update":
+                return self.rule.update(*some, self.numbers)
+            return (self.rule.write(*some, 0.5, numbers, self.numbers),)
+
         given = {name: t.clone() for name, t in named.items()}
         copies = list(given.values())
-        given |= {f"sent[{key!r}]": t for key, t in (sent or {}).items()}
+        given |= {f"sent[{key!r}]": t for key, t in sent.items()}
         before = {name: t.clone() for name, t in given.items()}
-        whole = call(*copies, *rest)
+        results = call(*copies, sent)
         for name, t in given.items():
             if not torch.equal(t, before[name]):
                 raise _WrongRule(
@@ -413,16 +421,16 @@ class _Trial:
                     "a step, and may be the gradient, the state or the weight itself: return new "
                     "tensors"
                 )
-        results = whole if method == "update" else (whole,)
-        expected = 2 if method == "update" else 1
-        if not isinstance(results, tuple) or len(results) != expected:
+        if not isinstance(results, tuple) or len(results) != (2 if method == "update" else 1):
             raise _WrongRule(f"rule {self.name!r}: update must return (U, the new M)")
         for result in results:
             self._shape(method, result, tensors[0])
-        for rows, cols in ((slice(0, 2), slice(None)), (slice(None), slice(1, 3))):
+        whole = in_whole_vectors(call, tensors, sent, self.rule.sends)
+        # A part from the top would not show sums over the rows above, or numbers of rows
+        for rows, cols in ((slice(1, 3), slice(None)), (slice(None), slice(1, 3))):
             part = [t[rows, cols].clone() for t in tensors]
-            some = call(*part, *(_cut(value, rows, cols) for value in rest))
-            for a, b in zip(some if method == "update" else (some,), results):
+            some = in_whole_vectors(call, part, _cut(sent, rows, cols), self.rule.sends)
+            for a, b in zip(some, whole):
                 if not torch.equal(a, b[rows, cols]):
                     raise _WrongRule(
                         f"rule {self.name!r}: {method} is not elementwise, a part of a matrix "
@@ -432,12 +440,17 @@ class _Trial:
                     )
 
     def _shape(self, method: str, result: object, like: torch.Tensor) -> None:
-        """Raise ValueError unless a result is a tensor with the shape of `like`."""
+        """Raise ValueError unless a result is a tensor with the shape of `like`, of floats."""
         if not isinstance(result, torch.Tensor) or result.shape != like.shape:
             raise _WrongRule(
                 f"rule {self.name!r}: {method} returned "
                 f"{tuple(getattr(result, 'shape', ())) or type(result).__name__} for a tensor of "
                 f"shape {tuple(like.shape)}: it has to return a tensor of equal shape"
+            )
+        if not result.is_floating_point():
+            raise _WrongRule(
+                f"rule {self.name!r}: {method} returned {result.dtype}: it has to return a "
+                "floating-point tensor"
             )
 
     def _units(self) -> Units:
@@ -490,11 +503,9 @@ class _Trial:
         )
 
 
-def _cut(value: object, rows: slice, cols: slice) -> object:
-    """Cut the numbers of `sends` like a matrix; leave other arguments."""
-    if not isinstance(value, dict):
-        return value
+def _cut(sent: Mapping[str, torch.Tensor], rows: slice, cols: slice) -> dict[str, torch.Tensor]:
+    """Cut the numbers of `sends` like a matrix."""
     return {
         key: t[rows if t.shape[0] > 1 else slice(None), cols if t.shape[1] > 1 else slice(None)]
-        for key, t in value.items()
+        for key, t in sent.items()
     }

@@ -2,7 +2,8 @@
 matrices, `update` and `write` on pieces.
 
 Pieces of rules without fused kernels are computed one at a time. Elementwise functions give an
-element equal bits in any piece, so a matrix may be cut in any way.
+element equal bits in any piece, so a matrix may be cut in any way; on CPUs in whole vectors only
+(`in_whole_vectors`).
 
 Of rules with a selection (newton_schulz/selection.py) only some rows or columns are orthogonalized.
 `SelectedStack` selects them from whole matrices, at the owner. `SelectedPieces`, `PackSelected` and
@@ -40,6 +41,11 @@ Stack = torch.Tensor | ScatteredRows
 Update = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 # (W, O, scale, numbers that the owner has sent, index of the group) -> the new W
 Write = Callable[[torch.Tensor, torch.Tensor, float, Mapping[str, torch.Tensor], int], torch.Tensor]
+
+# Rows and columns that `in_whole_vectors` passes at once: no more elements than torch gives to one
+# thread, because threads divide a tensor anywhere
+TILE = 64, 512
+LANES = 64  # a multiple of the elements that torch's CPU functions take at a time: two vectors
 
 
 class Phases:
@@ -129,9 +135,14 @@ class Phases:
         self, G: torch.Tensor, M: torch.Tensor, group: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Call `Rule.update` with the numbers of a group, and check its results."""
-        U, M = self.rule.update(G, M, self.numbers[group])
-        self._check("update", U, G)
-        self._check("update", M, G)
+
+        def call(G: torch.Tensor, M: torch.Tensor, sent: object) -> tuple[torch.Tensor, ...]:
+            U, new = self.rule.update(G, M, self.numbers[group])
+            self._check("update", U, G)
+            self._check("update", new, G)
+            return U, new
+
+        U, M = in_whole_vectors(call, (G, M))
         return U, M
 
     def _write(
@@ -143,9 +154,15 @@ class Phases:
         group: int,
     ) -> torch.Tensor:
         """Call `Rule.write` with the numbers of a group, and check its result."""
-        new = self.rule.write(W, O, scale, sent, self.numbers[group])
-        self._check("write", new, W)
-        return new
+
+        def call(
+            W: torch.Tensor, O: torch.Tensor, sent: Mapping[str, torch.Tensor]
+        ) -> tuple[torch.Tensor]:
+            new = self.rule.write(W, O, scale, sent, self.numbers[group])
+            self._check("write", new, W)
+            return (new,)
+
+        return in_whole_vectors(call, (W, O), sent, self.rule.sends)[0]
 
     def _check(self, method: str, result: object, like: torch.Tensor) -> None:
         """Raise ValueError unless a method has returned a tensor with the shape of `like`."""
@@ -188,7 +205,9 @@ class Phases:
         if in_dry_run():
             return
         N = stack.shape[0]
-        for some in [slice(None)] if rule.batched else [slice(i, i + 1) for i in range(N)]:
+        # On CPUs one at a time: bits of an element may depend on its place (`in_whole_vectors`)
+        together = rule.batched and stack.device.type != "cpu"
+        for some in [slice(None)] if together else [slice(i, i + 1) for i in range(N)]:
             part = self._copy(units, some)
             result = run(stack[some].to(torch.float32, copy=True), part)
             self._check(method, result, stack[some])
@@ -218,6 +237,50 @@ class Phases:
             return units
         scalars = self.scalars.view(-1, NUMBERS)[units.groups // NUMBERS]
         return replace(units, numbers=Numbers(self.rule, self.group, scalars))
+
+
+def in_whole_vectors(
+    call: Callable[..., tuple[torch.Tensor, ...]],
+    tensors: Sequence[torch.Tensor],
+    sent: Mapping[str, torch.Tensor] | None = None,
+    sends: Mapping[str, str] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return the results of an elementwise `call(*tensors, sent)` for tensors (r, c).
+
+    On CPUs torch computes the elements after the last whole vectors by other code. Some functions,
+    such as sigmoid, softplus and powers, then give other bits. So that the bits of an element do
+    not depend on the piece, the call gets parts of the tensors with zeros up to whole vectors.
+    `sent`: numbers (r, 1), (1, c) or (1, 1) by name, and `sends` what each belongs to: "row",
+    "column" or "matrix". On other devices the call gets the tensors themselves.
+    """
+    sent, (rows, cols) = sent or {}, tensors[0].shape
+    if tensors[0].device.type != "cpu" or not tensors[0].numel():
+        return call(*tensors, sent)
+    results: tuple[torch.Tensor, ...] = ()
+    for i in range(0, rows, TILE[0]):
+        for j in range(0, cols, TILE[1]):
+            height, width = min(TILE[0], rows - i), min(TILE[1], cols - j)
+            down, right = slice(i, i + height), slice(j, j + width)
+            cuts = {"row": (down, slice(None)), "column": (slice(None), right), "matrix": ...}
+            numbers = {
+                key: _padded(t[cuts[sends[key]]], sends[key] == "row", sends[key] == "column")
+                for key, t in sent.items()
+            }
+            found = call(*(_padded(t[down, right]) for t in tensors), numbers)
+            results = results or tuple(t.new_empty(rows, cols) for t in found)
+            for whole, part in zip(results, found):
+                whole[down, right] = part[:height, :width]
+    return results
+
+
+def _padded(t: torch.Tensor, rows: bool = True, columns: bool = True) -> torch.Tensor:
+    """Return a copy of t (r, c) with zeros up to multiples of LANES rows and columns."""
+    sizes = [
+        -(-size // LANES) * LANES if pads else size for size, pads in zip(t.shape, (rows, columns))
+    ]
+    padded = t.new_zeros(sizes)
+    padded[: t.shape[0], : t.shape[1]] = t
+    return padded
 
 
 class PackByRule:
