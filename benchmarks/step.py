@@ -76,7 +76,8 @@ RULES = ("normuon_columns", "normuon_aspect", "adamuon", "muon_plus", "hyperball
 AT_OWNERS = {f"{rule}_at_owners": rule for rule in ("adamuon", "normuon", "hyperball")}  # with state_at_owners
 OF_OTHERS = ("lion", "sgd", "sign")  # by name, in place of AdamW: with --adamw
 FORMS = {  # options of Muon
-    "muon_cautious": {"decay": "cautious"}, "muon_initial": {"decay": "initial"}, "muon_sum": {"momentum_form": "sum"},
+    **{f"muon_{decay}": {"decay": decay} for decay in ("cautious", "initial", "independent", "lr_squared")},
+    "muon_sum": {"momentum_form": "sum"},
     "muon_bias_corrected": {"momentum_form": "bias_corrected"}, "muon_stochastic": {"rounding": "stochastic"},
     "muon_split16": {"master_weights": "split16"}, "muon_qk_clip": {}, "muon_averages_int8": {},
     **{f"{rule}_at_owners": {"rule": rule, "state_at_owners": True} for rule in AT_OWNERS.values()},
