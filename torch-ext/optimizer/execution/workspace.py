@@ -262,7 +262,8 @@ class BoundSelection:
         alike = defaultdict(list)
         for p in [p for p in pieces if self.store.selects_from(p)]:
             self.bound.add(p)
-            alike[self.store.stored_shape(p), p.shape, *self._blocks_of(p)].append(p)
+            axis, blocks = self._blocks_of(p)
+            alike[self.store.stored_shape(p), p.shape, axis, blocks].append(p)
         found, members, offset_bytes = [], [], 0
         for (shape, part, axis, blocks), some in alike.items():
             # Stacks have no gaps, and each matrix begins at a multiple of ALIGNMENT
