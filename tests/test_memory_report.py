@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -108,6 +109,34 @@ def of_rules(rank, world, kind):
         found[name] = before, opt.memory_report()
         opt.release()
     return found
+
+
+def of_blocks(rank, world, split):
+    """Reports before and after a step of rows over ranks, for each dtype of momentum and way of storing a matrix."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for dtype, transposed in itertools.product((torch.float32, torch.int8), (False, True)):
+        params = [nn.Parameter(distribute_tensor(torch.ones(s), mesh, [Shard(0)], src_data_rank=None))
+                  for s in ((12, 256), (4, 8, 128), (6, 70, 2))]
+        groups = [{"params": params[:2], "split": split, "transposed": transposed},
+                  {"params": params[2:], "split": "flatten", "transposed": transposed}]
+        opt = package().Muon(groups, state_dtype=dtype, offload_state=True)
+        before = opt.memory_report()
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        found.append((before, opt.memory_report()))
+    return found
+
+
+@pytest.mark.parametrize("split", [None, [{"rows": [4, 8], "columns": [128, 128]}, {"columns": [64, 64]}],
+                                   {"heads": 2, "dim": 1}], ids=str)
+def test_it_is_known_where_the_state_of_blocks_lies(split):
+    """Numbers in 8 bits stay on the GPU with blocks of columns, and their scales have other shapes if transposed."""
+    for found in run_threads(2, of_blocks, split):
+        for before, after in found:
+            assert figures(before) == figures(after)
 
 
 # Name -> (arguments, keys of the group with use_muon=False)

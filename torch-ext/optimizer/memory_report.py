@@ -20,7 +20,7 @@ from .execution.cuda_graphs import Graphs
 from .execution.elementwise_updates import StatePlace
 from .execution.offload.memory import ALIGNMENT
 from .execution.offload.offload import slots_for
-from .execution.offload.placement import KeptBytes
+from .execution.offload.placement import KeptBytes, can_be_offloaded
 from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
 from .execution.workspace import buffer_name, layout_of
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
@@ -409,9 +409,12 @@ def _state_at(
             owners = plan.matrix_owners[i]
             numel = places_at(rank, plan.state_layouts[key][i], owners, dtype.itemsize)[1]
         elif STATES[key].per == "block":
-            # Shards begin at whole blocks, see `params.validation.check_blocks`
+            # Boxes are those of matrices. Shards begin at whole blocks of columns as stored, see
+            # `params.validation.check_blocks`
             stored = [stop - start for start, stop in layout.boxes[rank]]
-            numel = math.prod(plan.split(i).block_shape(stored, BLOCK_8BIT))
+            axis = -2 if plan.split(i).transposed else -1
+            stored[axis] = -(-stored[axis] // BLOCK_8BIT)
+            numel = math.prod(stored)
         elif STATES[key].per != "element":
             numel = _numel_at(rank, plan.state_layouts[key][i])
         else:
@@ -419,6 +422,8 @@ def _state_at(
     nbytes = numel * dtype.itemsize
     if kept is not None and is_offloaded(key):
         on_device = not nbytes or kept.keeps(nbytes)
+        if not on_device and plan.group["use_muon"] and not plan.selected:
+            on_device = not can_be_offloaded(plan, i, rank, dtype)
     return {_key("state", key, number, dtype, "device" if on_device else "host"): nbytes}
 
 
