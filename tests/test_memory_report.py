@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -110,12 +111,42 @@ def of_rules(rank, world, kind):
     return found
 
 
+def of_blocks(rank, world, split):
+    """Reports before and after a step of rows over ranks, for each dtype of momentum and way of storing a matrix."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for dtype, transposed in itertools.product((torch.float32, torch.int8), (False, True)):
+        params = [nn.Parameter(distribute_tensor(torch.ones(s), mesh, [Shard(0)], src_data_rank=None))
+                  for s in ((12, 256), (4, 8, 128), (6, 70, 2))]
+        groups = [{"params": params[:2], "split": split, "transposed": transposed},
+                  {"params": params[2:], "split": "flatten", "transposed": transposed}]
+        opt = package().Muon(groups, state_dtype=dtype, offload_state=True)
+        before = opt.memory_report()
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        found.append((before, opt.memory_report()))
+    return found
+
+
+@pytest.mark.parametrize("split", [None, [{"rows": [4, 8], "columns": [128, 128]}, {"columns": [64, 64]}],
+                                   {"heads": 2, "dim": 1}], ids=str)
+def test_it_is_known_where_the_state_of_blocks_lies(split):
+    """Numbers in 8 bits stay on the GPU with blocks of columns, and their scales have other shapes if transposed."""
+    for found in run_threads(2, of_blocks, split):
+        for before, after in found:
+            assert figures(before) == figures(after)
+
+
 # Name -> (arguments, keys of the group with use_muon=False)
 RULES = {
     "muon, initial": ({"decay": "initial"}, {"rule": "sgd"}),
     "dion2": ({"rule": "dion2"}, {}),
     "dion2 in blocks": ({"rule": "dion2", "blocks": 3, "select": "row"}, {"rule": "lion"}),
     "dion3": ({"rule": "dion3", "blocks": 3}, {"rule": "sign"}),
+    "dion2 in host memory": ({"rule": "dion2", "offload_state": True}, {}),
+    "dion3 in host memory": ({"rule": "dion3", "decay": "initial", "offload_state": True}, {}),
     "hyperball": ({"rule": "hyperball"}, {}),
     "adamuon": ({"rule": "adamuon"}, {}),
     "adamuon, state at owners": ({"rule": "adamuon", "state_at_owners": True}, {}),
@@ -128,7 +159,9 @@ RULES = {
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_every_rule_takes_what_is_predicted(kind):
+def test_every_rule_takes_what_is_predicted(kind, monkeypatch):
+    # Less than a matrix from which a rank selects rows
+    monkeypatch.setattr(part("execution.offload.offload"), "LEAST_SLOT", 1024)
     results = run_threads(3, of_rules, kind)
     for name, (of_rule, rule_of_rest) in RULES.items():
         for found in results:
@@ -177,7 +210,8 @@ def test_temporaries_of_elementwise_rules_are_those_of_a_step(rule, decay, optim
         assert peak.most == predicted > 0
 
 
-@pytest.mark.parametrize("name", [name for name, (options, _) in RULES.items() if "rule" in options])
+@pytest.mark.parametrize("name", [name for name, (options, _) in RULES.items()
+                                  if "rule" in options and "offload_state" not in options])
 def test_the_tables_of_a_gpu_are_about_as_large_as_predicted(name, monkeypatch):
     """Tables are bound as on a GPU; nothing is launched."""
     shapes = (256, 1024), (96, 32), (512, 256)

@@ -43,6 +43,7 @@ LAYOUTS = {
     "fsdp, hyperball during backward": ("rows", {"rule": "hyperball", "overlap_backward": True}),
     "ddp": ("copies", {}),
     "ddp, dion2": ("copies", {"rule": "dion2"}),
+    "ddp, dion3": ("copies", {"rule": "dion3"}),
     "ddp, state at owners": ("copies", {"shard_state": True}),
     "ddp, unreduced": ("copies", {"grads_are_reduced": False}),
     "ddp, unreduced, adamuon": ("copies", {"grads_are_reduced": False, "rule": "adamuon"}),

@@ -329,3 +329,34 @@ def test_a_graph_of_the_user_would_repeat_the_bits(optimizer, monkeypatch):
     monkeypatch.setattr(part("execution.step_inputs"), "capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="inside a CUDA graph of your own"):
         opt.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*has no weight_rest")
+@pytest.mark.parametrize("way", ["state dict", "file"])
+def test_runs_that_keep_small_updates_in_other_ways_load_each_other(optimizer, way, tmp_path):
+    """Each goes on in its own way, with the momentum of the other."""
+    ways = {"at random": (BF16, {"rounding": "stochastic"}), "fp32": (torch.float32, {}),
+            "halves": (BF16, {"master_weights": "split16"})}
+
+    def made(name):
+        dtype, options = ways[name]
+        weight = nn.Parameter(torch.eye(4, 6, dtype=dtype))
+        opt = optimizer.Muon([("weight", weight)], **options)
+        weight.grad = torch.ones_like(weight)
+        return weight, opt
+
+    for saved, here, told in (("at random", "fp32", "rounding='stochastic' of the state dict is not loaded"),
+                              ("at random", "halves", "rounding='stochastic' of the state dict is not loaded"),
+                              ("halves", "at random", "weight_rest of 1 parameters .* is not loaded")):
+        (weight, source), (other, opt) = made(saved), made(here)
+        source.step()
+        keys = set(opt.param_groups[0])
+        with pytest.warns(UserWarning, match=told):
+            if way == "file":
+                optimizer.export_state(source, tmp_path / "state.safetensors")
+                optimizer.import_state(opt, tmp_path / "state.safetensors")
+            else:
+                opt.load_state_dict(source.state_dict())
+        assert set(opt.param_groups[0]) == keys
+        assert torch.equal(opt.state[other]["momentum_buffer"], source.state[weight]["momentum_buffer"])
+        opt.step()

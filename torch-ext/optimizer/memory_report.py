@@ -18,8 +18,9 @@ import torch
 from .communication.matrix_owners.state import places_at
 from .execution.cuda_graphs import Graphs
 from .execution.elementwise_updates import StatePlace
+from .execution.offload.memory import ALIGNMENT
 from .execution.offload.offload import slots_for
-from .execution.offload.placement import KeptBytes
+from .execution.offload.placement import KeptBytes, can_be_offloaded
 from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
 from .execution.workspace import buffer_name, layout_of
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
@@ -333,6 +334,7 @@ def _bytes_at(
     of a group -> number of the group.
     """
     found, offloaded = Counter(), 0  # elements of parameters with offloaded state
+    uncut = 0  # bytes of the largest part of a launch that is not cut
     kept = KeptBytes(options.offload_state) if options.offload_state else None
     for plan in plans:
         for i, param in enumerate(plan.params):
@@ -345,13 +347,17 @@ def _bytes_at(
             for key in keys_of(plan.group_at(i), param, options.state_dtype):
                 state.update(_state_at(rank, plan, i, key, number, options, kept))
             found.update(state)
-            offloaded += numel * any(key[-1] == "host" and n for key, n in state.items())
+            on_host = {key: n for key, n in state.items() if key[-1] == "host" and n}
+            offloaded += numel * any(on_host)
+            sizes = [getattr(torch, key[3]).itemsize for key in on_host]
+            uncut = max(uncut, _uncut_bytes(rank, plan, i, sizes))
         if not plan.group["use_muon"]:
             # Plans, and the buckets of a plan, are stepped in turn
             for members in _stepped_at(rank, plan):
                 found[COPIES] = max(found[COPIES], _copied_bytes(members, plan, options))
     if offloaded:
-        found[SLOT_ROW] += math.prod(slots_for(offloaded)) * (kept is not None)
+        nbytes, count = slots_for(offloaded)
+        found[SLOT_ROW] += max(nbytes, uncut) * count * (kept is not None)
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes
@@ -403,9 +409,12 @@ def _state_at(
             owners = plan.matrix_owners[i]
             numel = places_at(rank, plan.state_layouts[key][i], owners, dtype.itemsize)[1]
         elif STATES[key].per == "block":
-            # Shards begin at whole blocks, see `params.validation.check_blocks`
+            # Boxes are those of matrices. Shards begin at whole blocks of columns as stored, see
+            # `params.validation.check_blocks`
             stored = [stop - start for start, stop in layout.boxes[rank]]
-            numel = math.prod(plan.split(i).block_shape(stored, BLOCK_8BIT))
+            axis = -2 if plan.split(i).transposed else -1
+            stored[axis] = -(-stored[axis] // BLOCK_8BIT)
+            numel = math.prod(stored)
         elif STATES[key].per != "element":
             numel = _numel_at(rank, plan.state_layouts[key][i])
         else:
@@ -413,7 +422,31 @@ def _state_at(
     nbytes = numel * dtype.itemsize
     if kept is not None and is_offloaded(key):
         on_device = not nbytes or kept.keeps(nbytes)
+        if not on_device and plan.group["use_muon"] and not plan.selected:
+            on_device = not can_be_offloaded(plan, i, rank, dtype)
     return {_key("state", key, number, dtype, "device" if on_device else "host"): nbytes}
+
+
+def _uncut_bytes(rank: int, plan: Plan, i: int, itemsizes: Sequence[int]) -> int:
+    """Return the bytes in a slot of the largest piece of parameter `i` from all of which a rank
+    selects rows or columns; 0 if it selects none. `itemsizes`: of each offloaded state.
+    """
+    layouts = plan.selected.get("matrix", ())
+    if not layouts or not layouts[i].at_source or not itemsizes:
+        return 0
+    layout = layouts[i]
+    units = range(layout.unit_count)
+    sizes = [r * c for unit in units for r, c in layout.stored_shapes(rank, unit)]
+    total = _numel_at(rank, plan.layouts[i])
+    found, start = 0, 0  # start: elements before the piece
+    for numel in sizes * (total // max(1, sum(sizes))):
+        nbytes, stop = 0, start + numel
+        for size in itemsizes:
+            # The end of a state in host memory is copied along with what aligns the next state
+            spare = -total * size % ALIGNMENT * (stop == total)
+            nbytes += -nbytes % ALIGNMENT + start * size % ALIGNMENT + numel * size + spare
+        found, start = max(found, nbytes), stop
+    return found
 
 
 def _stepped_at(rank: int, plan: Plan) -> list[list[tuple[int, int]]]:

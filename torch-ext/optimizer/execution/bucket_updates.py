@@ -154,7 +154,8 @@ class BoundUpdate(BucketUpdate):
         if not parts:
             return save
         matrix = {(p.matrix, p.start[0]): p for p in self._stored()}
-        chosen = [self.selected_pieces.chosen[matrix[p.matrix, p.start[0]]] for p in parts]
+        # With offloaded state the launches that select from replicas are bound later
+        chosen = [self.selected_pieces.chosen_of(matrix[p.matrix, p.start[0]]) for p in parts]
         some = SaveSelected(
             chosen, store.states(parts), [views[p] for p in parts], store.skip(parts)
         )

@@ -15,7 +15,7 @@ import torch
 from ..communication.all_to_all import piece_at
 from ..kernels.elementwise.momentum import Copy
 from ..kernels.elementwise.row_scattered import ScatteredRows
-from ..newton_schulz.selection import starts_of
+from ..newton_schulz.selection import Block, starts_of
 from ..planning.memory_model import ALIGNMENT, per_shape
 from ..planning.plan import Matrix
 from ..planning.rank_plan import Box, Piece, RankPlan
@@ -249,10 +249,11 @@ class BoundSelection:
         self.memory = memory
         self.dtype = dtype
         self.chosen: dict[Piece, torch.Tensor] = {}
+        self.bound: set[Piece] = set()  # of all calls of `bind`
 
     def unbound(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The pieces from which this rank selects, without those of earlier calls of `bind`."""
-        return [p for p in pieces if p not in self.chosen and self.store.selects_from(p)]
+        return [p for p in pieces if p not in self.bound and self.store.selects_from(p)]
 
     def bind(self, pieces: Sequence[Piece]) -> tuple[list[SelectedPieces], list[list[Piece]]]:
         """Bind the pieces of `pieces` from which this rank selects; return (bound pieces, the
@@ -260,8 +261,8 @@ class BoundSelection:
         """
         alike = defaultdict(list)
         for p in [p for p in pieces if self.store.selects_from(p)]:
-            layout = self.store.selected["matrix"][p.matrix.param]
-            axis, blocks = layout.blocks_at(self.store.rank, p.matrix.unit, p.start)
+            self.bound.add(p)
+            axis, blocks = self._blocks_of(p)
             alike[self.store.stored_shape(p), p.shape, axis, blocks].append(p)
         found, members, offset_bytes = [], [], 0
         for (shape, part, axis, blocks), some in alike.items():
@@ -275,17 +276,22 @@ class BoundSelection:
                     flat = piece_at(self.memory["unselected"], offset_bytes, rows, self.dtype)
                     stacks.append(flat.view(-1, R, C))
                     offset_bytes += flat.nbytes + -flat.nbytes % ALIGNMENT
-                chosen = [self._chosen(p, axis) for p in together]
+                chosen = [self.chosen_of(p) for p in together]
                 starts = starts_of(list(blocks), self.store.device)
                 found.append(SelectedPieces(axis, list(blocks), starts, *stacks, chosen))
                 members.append(together)
         return found, members
 
-    def _chosen(self, piece: Piece, axis: int) -> torch.Tensor:
-        """Memory of the selection of a piece."""
+    def _blocks_of(self, piece: Piece) -> tuple[int, tuple[Block, ...]]:
+        """The axis along which this rank selects from a piece, and the blocks of that axis."""
+        layout = self.store.selected["matrix"][piece.matrix.param]
+        return layout.blocks_at(self.store.rank, piece.matrix.unit, piece.start)
+
+    def chosen_of(self, piece: Piece) -> torch.Tensor:
+        """Return the memory of the selection of a piece, which may be bound later."""
         if piece not in self.chosen:
-            device = self.store.device
-            self.chosen[piece] = torch.zeros(piece.shape[axis], dtype=torch.int64, device=device)
+            size = piece.shape[self._blocks_of(piece)[0]]
+            self.chosen[piece] = torch.zeros(size, dtype=torch.int64, device=self.store.device)
         return self.chosen[piece]
 
 

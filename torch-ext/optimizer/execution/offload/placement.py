@@ -259,6 +259,26 @@ def _dense_strides(
     return None
 
 
+def can_be_offloaded(plan: Plan, number: int, rank: int, dtype: torch.dtype) -> bool:
+    """Whether `_dense_strides` finds strides for the state per element of a parameter at a rank.
+    `dtype`: of the state. For reports, which have no state.
+    """
+    layout, split = plan.layouts[number], plan.split(number)
+    units = range(layout.unit_count)
+    boxes = [box for unit in units for box, _ in layout.unit_boxes(rank, unit)]
+    R, C = (stop - start for start, stop in layout.boxes[rank][-2:])
+    sizes = {(r1 - r0, c1 - c0) for (r0, r1), (c0, c1) in boxes}
+    by_rows = all(c == C or r == 1 for r, c in sizes)
+    by_columns = all(r == R or c == 1 for r, c in sizes)
+    if split.view != "flatten" and dtype.is_floating_point:
+        return by_rows or by_columns
+    weight = local_of(plan.params[number])
+    if split.view == "flatten" or not is_dense(weight):
+        weight = torch.empty(weight.shape, device="meta")
+    rows, columns = split.matrices(weight).stride()[-2:]
+    return by_rows and columns == 1 or by_columns and rows == 1
+
+
 def _strides_of_matrices(shape: Sequence[int], split: Split) -> list[Strides]:
     """Strides of a tensor whose `split.matrices` are contiguous, and of one whose transposed
     matrices are.

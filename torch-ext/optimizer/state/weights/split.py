@@ -19,7 +19,8 @@ from ...params.config import MuonConfig
 from ...params.dtensor import as_dtensor, is_dtensor, local_of
 from ...params.errors import names_in, shortened, warn_caller
 from ...params.param_groups import clean_name
-from ...rules.muon import MASTER_KEY, REST_KEY, is_split
+from ...rules.muon import DRAWN_KEY, MASTER_KEY, REST_KEY, SEED_KEY, is_split, is_stochastic
+from ...rules.rule import rule_of, writes_weights
 
 BITS = (torch.int16, torch.bfloat16)  # dtypes of a rest, in the state and in a state dict
 
@@ -53,6 +54,26 @@ def check_rest(dtype: torch.dtype, name: str) -> None:
             f"another checkpoint, or remove the key {REST_KEY!r}, and the weights begin rounded to "
             "bf16"
         )
+
+
+def with_own_bits(saved: dict, own: dict) -> dict:
+    """Return the options `saved` of a group without those by which its weights keep small updates
+    where the optimizer's own group keeps them in another way: fp32 and split weights need no
+    stochastic rounding, and weights that are rounded at random are not split. Warns of rounding.
+    """
+    if is_stochastic(own):
+        return {key: value for key, value in saved.items() if key != MASTER_KEY}
+    if not own["use_muon"] or not is_stochastic(saved):
+        return saved
+    is_needed = all(param.dtype == torch.bfloat16 for param in own["params"])
+    if is_needed and own.get(MASTER_KEY) is None and not writes_weights(rule_of(own)):
+        return saved
+    warn_caller(
+        "rounding='stochastic' of the state dict is not loaded into a group whose weights are not "
+        f"bf16, have {MASTER_KEY}, or are written by formulas of a rule"
+    )
+    keys = "rounding", SEED_KEY, DRAWN_KEY
+    return {key: value for key, value in saved.items() if key not in keys}
 
 
 def check_place(number: int, group: dict, options: MuonConfig) -> None:
