@@ -328,6 +328,9 @@ class _Functions(TorchFunctionMode):
         if func is torch.Tensor.__setitem__ and _is_without_values(args[2]):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             self.waits.look(CUTS if _has_mask(index) else "")
+        if func in (torch.as_tensor, torch.asarray) and isinstance(given, torch.Tensor):
+            # A tensor stays on its device, also inside of `torch.device("cpu")`, where phases run
+            kwargs = {"device": given.device, **(kwargs or {})}
         result = func(*args, **(kwargs or {}))
         is_copy = func is torch.Tensor.new_tensor or not isinstance(given, torch.Tensor)
         if func in FROM_NUMBERS and is_copy and _is_without_values(result):
