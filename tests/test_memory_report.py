@@ -160,7 +160,9 @@ def of_mixed_selections(rank, world):
 
 
 def test_only_pieces_from_which_a_rank_selects_stay_whole(monkeypatch):
-    """Others of a launch are cut, so slots are as small as predicted. Rows of the stack are divided, columns are not."""
+    """Other pieces of a launch are cut, so slots are as small as predicted. Ranks select from the stack, owners from the
+    other parameters.
+    """
     monkeypatch.setattr(part("execution.offload.offload"), "LEAST_SLOT", 1024)
     for found, is_equal in run_threads(2, of_mixed_selections):
         assert is_equal
