@@ -160,8 +160,8 @@ def of_mixed_selections(rank, world):
 
 
 def test_only_pieces_from_which_a_rank_selects_stay_whole(monkeypatch):
-    """Other pieces of a launch are cut, so slots are as small as predicted. Ranks select from the stack, owners from the
-    other parameters.
+    """Other pieces of a launch are cut, so slots are as small as predicted. Ranks select from the stack, owners from
+    the other parameters.
     """
     monkeypatch.setattr(part("execution.offload.offload"), "LEAST_SLOT", 1024)
     for found, is_equal in run_threads(2, of_mixed_selections):
