@@ -438,7 +438,8 @@ def test_a_dtype_that_is_not_allowed(key, value):
 
 UNKNOWN = {
     "wire_dtpye": "did you mean 'wire_dtype'", "wieght_decay": "did you mean 'weight_decay'?",
-    "learning_rate": "did you mean 'lr'?", "betas": "did you mean 'adamw_betas'?", "fused": "leave it out",
+    "LR": "did you mean 'lr'?", "learning_rate": "did you mean 'lr'?",
+    "betas": "did you mean 'adamw_betas'?", "fused": "leave it out",
     "adamw_lr": "pass it to get_default_muon_param_groups", "beta2": "an option of NorMuon",
 }
 

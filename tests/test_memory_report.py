@@ -139,6 +139,37 @@ def test_it_is_known_where_the_state_of_blocks_lies(split):
             assert figures(before) == figures(after)
 
 
+def of_mixed_selections(rank, world):
+    """Reports before and after two steps, and whether weights are those of state on the device."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh, found, weights = init_device_mesh("cpu", (world,)), [], []
+    for offload_state in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(distribute_tensor(torch.randn(s), mesh, [Shard(1)], src_data_rank=None))
+                  for s in ((12, 256), (4, 8, 128), (6, 512))]
+        opt = package().Muon(params, rule="dion3", blocks=2, offload_state=offload_state)
+        before = opt.memory_report()
+        for _ in range(2):
+            for p in params:
+                p.grad = p.detach().sin()
+            opt.step()
+        found.append((before, opt.memory_report()))
+        weights.append([p.to_local() for p in params])
+    return found, all(map(torch.equal, *weights))
+
+
+def test_only_pieces_from_which_a_rank_selects_stay_whole(monkeypatch):
+    """Other pieces of a launch are cut, so slots are as small as predicted. Ranks select from the stack, owners from
+    the other parameters.
+    """
+    monkeypatch.setattr(part("execution.offload.offload"), "LEAST_SLOT", 1024)
+    for found, is_equal in run_threads(2, of_mixed_selections):
+        assert is_equal
+        for before, after in found:
+            assert figures(before) == figures(after)
+
+
 # Name -> (arguments, keys of the group with use_muon=False)
 RULES = {
     "muon, initial": ({"decay": "initial"}, {"rule": "sgd"}),

@@ -100,6 +100,7 @@ FREE = {
     "topk": lambda X: X.topk(2).values.isfinite().all(),
     "inv_ex": lambda X: torch.linalg.inv_ex(X @ X.mT),
     "dtype": lambda X: X.double().to(torch.bfloat16),
+    "as_tensor of a tensor": lambda X: torch.asarray(torch.as_tensor(X, dtype=torch.bfloat16)),
 }
 
 

@@ -334,7 +334,7 @@ def _bytes_at(
     of a group -> number of the group.
     """
     found, offloaded = Counter(), 0  # elements of parameters with offloaded state
-    uncut = 0  # bytes of the largest part of a launch that is not cut
+    uncut = 0  # bytes of the largest piece that stays whole
     kept = KeptBytes(options.offload_state) if options.offload_state else None
     for plan in plans:
         for i, param in enumerate(plan.params):
@@ -428,8 +428,9 @@ def _state_at(
 
 
 def _uncut_bytes(rank: int, plan: Plan, i: int, itemsizes: Sequence[int]) -> int:
-    """Return the bytes in a slot of the largest piece of parameter `i` from all of which a rank
-    selects rows or columns; 0 if it selects none. `itemsizes`: of each offloaded state.
+    """Return the bytes in a slot of the largest piece of parameter `i` from which a rank selects
+    rows or columns: such a piece is not cut. 0 if it selects none. `itemsizes`: of each offloaded
+    state.
     """
     layouts = plan.selected.get("matrix", ())
     if not layouts or not layouts[i].at_source or not itemsizes:
@@ -438,6 +439,7 @@ def _uncut_bytes(rank: int, plan: Plan, i: int, itemsizes: Sequence[int]) -> int
     units = range(layout.unit_count)
     sizes = [r * c for unit in units for r, c in layout.stored_shapes(rank, unit)]
     total = _numel_at(rank, plan.layouts[i])
+    # `sizes` are of one matrix, and all matrices of a stack are cut alike
     found, start = 0, 0  # start: elements before the piece
     for numel in sizes * (total // max(1, sum(sizes))):
         nbytes, stop = 0, start + numel

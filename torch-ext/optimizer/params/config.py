@@ -49,13 +49,14 @@ Function = TypeVar("Function", bound=Callable)
 
 
 def _meant(argument: str, known: Sequence[str]) -> str:
-    """What to do about an argument that is not in `known`, for a message."""
+    """What to do about an argument that is not one of `known`: the end of an error message."""
     if argument in OF_DEFAULT_GROUPS:
         return "pass it to get_default_muon_param_groups"
     if argument in OF_NORMUON:
         return "it is an option of NorMuon"
-    name = OTHER_NAMES.get(argument.lower())
-    found = [name] if name else difflib.get_close_matches(argument, known, 2, 0.6)
+    low = argument.lower()
+    name = OTHER_NAMES.get(low)
+    found = [name] if name else difflib.get_close_matches(low, known, 2, 0.6)
     if found:
         return f"did you mean {' or '.join(map(repr, found))}?"
     own = ", ".join(known[len(OF_TORCH) :])

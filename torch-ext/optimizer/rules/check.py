@@ -277,8 +277,8 @@ class _Waits:
     def __init__(self) -> None:
         self.found: tuple[str, str] | None = None
 
-    def look(self, wait: str) -> None:
-        """Keep a key of WAYS_OUT, unless it is "", and raise ValueError, which ends the phase."""
+    def record(self, wait: str) -> None:
+        """Record a wait, a key of WAYS_OUT or "" for none, and end the phase by ValueError."""
         if not wait:
             return
         frame = sys._getframe(1)
@@ -290,14 +290,14 @@ class _Waits:
         raise _WrongRule(wait)
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        """Context manager in which operations are looked at."""
+    def recording(self) -> Iterator[None]:
+        """Context manager that records waits of operations and functions of torch."""
         with _Operations(self), _Functions(self):
             yield
 
 
 class _Operations(TorchDispatchMode):
-    """Shows `_Waits` all operations."""
+    """Records waits of operations (ATen)."""
 
     def __init__(self, waits: _Waits) -> None:
         super().__init__()
@@ -307,12 +307,12 @@ class _Operations(TorchDispatchMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping | None = None
     ) -> Any:
         """Run an operation with which the host does not wait."""
-        self.waits.look(_wait_in(func, args, kwargs or {}))
+        self.waits.record(_wait_in(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 class _Functions(TorchFunctionMode):
-    """Shows `_Waits` functions that become no operation of a tensor on the meta device."""
+    """Records waits of functions whose operations on the meta device do not show them."""
 
     def __init__(self, waits: _Waits) -> None:
         super().__init__()
@@ -324,14 +324,17 @@ class _Functions(TorchFunctionMode):
         """Run a function with which the host does not wait."""
         given = args[0] if args else None
         if func in TO_NUMPY and _is_without_values(given):
-            self.waits.look(READS)
+            self.waits.record(READS)
         if func is torch.Tensor.__setitem__ and _is_without_values(args[2]):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            self.waits.look(CUTS if _has_mask(index) else "")
+            self.waits.record(CUTS if _has_mask(index) else "")
+        if func in (torch.as_tensor, torch.asarray) and isinstance(given, torch.Tensor):
+            # A tensor stays on its device, also inside of `torch.device("cpu")`, where phases run
+            kwargs = {"device": given.device, **(kwargs or {})}
         result = func(*args, **(kwargs or {}))
         is_copy = func is torch.Tensor.new_tensor or not isinstance(given, torch.Tensor)
         if func in FROM_NUMBERS and is_copy and _is_without_values(result):
-            self.waits.look(COPIES)
+            self.waits.record(COPIES)
         return result
 
 
@@ -377,7 +380,7 @@ class _Trial:
         for method in [method for method in calls if overrides(self.rule, method)]:
             waits = _Waits()
             # An operation that cannot run without values ends the phase, and tells nothing
-            with contextlib.suppress(Exception), waits.looking():
+            with contextlib.suppress(Exception), waits.recording():
                 getattr(self.rule, method)(*calls[method])
             if waits.found:
                 wait, where = waits.found

@@ -175,8 +175,8 @@ class Rule:
     # element; of a fused rule as in `weight_dtype`
     reads_weight: ClassVar[bool] = False
     # Whether `before` and `after` give a matrix equal bits whatever the other matrices of the call:
-    # then N is any number on GPUs, else 1. Elementwise operations do; torch's sums do not, since
-    # the order of a sum depends on the shape.
+    # then N is any number on GPUs. Without it, and on CPUs, N is 1. Elementwise operations do;
+    # torch's sums do not, since the order of a sum depends on the shape.
     batched: ClassVar[bool] = False
     # Of built-in rules with kernels: `before` and `after` work in place on stacks as they lie in
     # the workspace, in wire_dtype, and read `Units.scalars` and `Units.groups`. Weights and state

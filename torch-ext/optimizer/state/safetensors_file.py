@@ -39,7 +39,7 @@ from .state_dict import (
     with_own_rule,
     with_saved_rule,
 )
-from .weights.split import with_own_bits
+from .weights.split import with_own_precision
 
 FORMAT, VERSION = "optimizer-state", "1"
 DEPTH = 16  # allowed levels of lists and dicts in a header; export_state writes at most 6
@@ -464,7 +464,7 @@ def _saved_group(
     own_names = [[names[p] for p in entry["params"]] for entry in own]
     params = own_names[number]
     options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
-    options = with_own_bits(with_own_rule(options, group), group)
+    options = with_own_precision(with_own_rule(options, group), group)
     rule = with_saved_rule(group, options)
     for param, name, split in zip(group["params"], params, splits_of(group)):
         if name in states:

@@ -45,7 +45,7 @@ from .momentum.averages import check_dtype, check_step_count, loaded_keys, narro
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
-from .weights.split import check_place, check_rest, warn_of_rests, with_own_bits
+from .weights.split import check_place, check_rest, warn_of_rests, with_own_precision
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
@@ -162,7 +162,7 @@ class Loading:
             return None
         groups = [with_function(number, *pair) for number, pair in enumerate(zip(groups, self.own))]
         groups = list(map(with_momentum_steps, groups, self.own))
-        groups = list(map(with_own_bits, map(with_own_rule, groups, self.own), self.own))
+        groups = list(map(with_own_precision, map(with_own_rule, groups, self.own), self.own))
         states = {key: without_holes(state) for key, state in loaded["state"].items()}
         loaded = {**loaded, "param_groups": groups, "state": states}
         self.restored = restore(loaded, self.own, self.options)

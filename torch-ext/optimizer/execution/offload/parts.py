@@ -170,11 +170,10 @@ WHOLE = slice(None), slice(None)
 
 
 def cut(
-    store: OffloadStore, pieces: Sequence[Piece], keys: Sequence[str | None], may_cut: bool = True
+    store: OffloadStore, pieces: Sequence[Piece], keys: Sequence[str | None]
 ) -> list[tuple[list[Cut], list[torch.Tensor]]]:
     """Cut pieces so that the states `keys` of some of them fill a slot; return [(cuts, views of
     host memory)], a pair for each part. Of each piece at least one state is in host memory.
-    `may_cut`: False leaves each piece whole.
     """
     parts: list[tuple[list[Cut], list[torch.Tensor]]] = []
     left = 0  # bytes of the last part's slot
@@ -186,8 +185,9 @@ def cut(
         spare = 2 * ALIGNMENT * len(held)
         row_bytes = max(1, sum(view.nbytes for view in held) // count)
         is_large = count * row_bytes + spare > store.scheduler.slot_bytes
-        # A piece with outer columns is cut only if it must be
-        is_cut = may_cut and (axis == 0 or is_large)
+        # Rows or columns are selected from a whole piece. A piece with outer columns is cut only if
+        # it must be
+        is_cut = not store.selects_from(piece) and (axis == 0 or is_large)
         step = _cut_step(store, piece, views, axis) if is_cut else count
         first = 0
         while first < count:

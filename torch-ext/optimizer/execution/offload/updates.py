@@ -184,12 +184,12 @@ class OffloadedState:
         bind: Callable[[Sequence[Cut]], Launch],
     ) -> list[Launch]:
         """The launch on offloaded `pieces`, as in `_in_parts`; [] without pieces."""
-        # What is selected from a piece is chosen in all of it. Pieces that were never bound select
-        # in the launch that is bound first, so each launch is bound once
+        # Pieces that were never bound select in the launch that is bound first, so each launch is
+        # bound once
         selects = any(map(self.store.selects_from, pieces))
         parts = [
             (Part(self.store.memory, views, writes), lambda cuts=cuts: bind(cuts))
-            for cuts, views in cut(self.store, pieces, keys, not selects)
+            for cuts, views in cut(self.store, pieces, keys)
         ]
         # Elements are counted when launches are bound
         once = selects or self.store.collector is not None

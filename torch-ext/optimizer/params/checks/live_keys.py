@@ -1,5 +1,5 @@
-"""Keys that get into groups after construction: between steps, which are checked as at
-construction, and by state dicts, which cannot change arguments of the optimizer.
+"""Keys that get into groups after construction. Keys that were written between steps are checked as
+at construction. A state dict cannot change arguments of the optimizer.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ USUAL = "capturable", DTYPE_KEY
 
 
 class LiveKeys:
-    """Notices keys that were put into groups since the last check, and new values of keys that a
-    group may have with one value only: arguments of the optimizer, and `refused` ones.
+    """Checks groups once their keys have changed since the last check, or the values of fixed keys.
 
-    Without changes `check` compares the keys of each group, in C, and reads no other value.
+    A group may have a fixed key with one value only: arguments of the optimizer, and `refused`
+    keys. Without changes `check` compares the keys of each group, in C, and reads no other value.
     """
 
     def __init__(self, check_keys: Callable[..., None], refused: Collection[str]) -> None:
@@ -31,14 +31,14 @@ class LiveKeys:
         self._refused = refused
         # Keys of each group at the last check; None: the next check looks at all groups
         self._keys: list[tuple] | None = None
-        # id of a group -> keys that were checked, or that came from a state dict
+        # id of a group -> keys of the last check, or of `accept`
         self._known: dict[int, tuple] = {}
-        self._held: list[str] = []  # keys with one allowed value that some group has
-        self._values: list = []  # of `_held` and "use_muon", by key and group
+        self._fixed: list[str] = []  # fixed keys that some group has
+        self._values: list = []  # of `_fixed` and "use_muon", by key and group
 
     def accept(self, groups: Sequence[dict]) -> None:
-        """Take the keys of `groups` as they are: construction has checked them, and state dicts may
-        have keys of other tools. The next check looks at arguments of the optimizer only.
+        """Accept all keys of new or loaded groups: construction has checked them, and state dicts
+        may have keys of other tools. Of these keys the next check checks fixed ones only.
         """
         self._keys = None
         self._known.update(zip(map(id, groups), map(tuple, groups)))
@@ -56,10 +56,11 @@ class LiveKeys:
         keys = list(map(tuple, groups))
         # Identity: a comparison of arrays has no truth value
         if keys == self._keys and (
-            not self._held or all(map(operator.is_, self._values_of(groups), self._values))
+            not self._fixed or all(map(operator.is_, self._values_of(groups), self._values))
         ):
             return
         given = arguments()
+        # Of a group whose dict was replaced, the keys of any group are known
         anywhere = set().union(*self._known.values())
         for number, group in enumerate(groups):
             with in_group(number, group):
@@ -67,14 +68,14 @@ class LiveKeys:
         self._keys = keys
         self._known = dict(zip(map(id, groups), keys))
         present = set().union(*keys)
-        self._held = [key for key in (*given, *self._refused) if key in present]
+        self._fixed = [key for key in (*given, *self._refused) if key in present]
         self._values = self._values_of(groups)
 
     def _values_of(self, groups: Sequence[dict]) -> list:
-        """The values of `_held`, and of "use_muon", which decides what is a key of a group."""
+        """The values of `_fixed`, and of "use_muon", which decides what is a key of a group."""
         return [
             value
-            for key in (*self._held, "use_muon")
+            for key in (*self._fixed, "use_muon")
             for value in map(dict.get, groups, repeat(key))
         ]
 
@@ -82,8 +83,9 @@ class LiveKeys:
 def warn_of_saved_arguments(
     saved: Sequence[Mapping], arguments: Sequence[str], options: Sequence[object]
 ) -> None:
-    """Warn of the first of `arguments` of the optimizer that a group of a state dict has with
-    another value, which has no effect. `options`: of each group of the optimizer, equal in these.
+    """Warn of the first of `arguments` that a group of a state dict has with another value than the
+    optimizer: it has no effect. `options`: of each group of the optimizer; `arguments` are equal in
+    all of them.
     """
     for number, group in enumerate(saved if options else ()):
         for key in [key for key in arguments if key in group and key not in USUAL]:

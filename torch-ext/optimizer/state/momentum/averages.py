@@ -122,8 +122,8 @@ def adopt_averages(
     state: dict, keys: tuple[str, ...], param: torch.Tensor, dtype: torch.dtype
 ) -> None:
     """Convert the averages of a live state to the form of `keys` and to `dtype`, in place, after a
-    change of `state_dtype` in the group, and drop those of the other form. `dtype`: of
-    `group_state_dtype`.
+    change of `state_dtype` in the group, and drop those of the other form. `dtype`: the
+    result of `group_state_dtype`.
     """
     for wanted, others in ((QUANTIZED_KEYS, WIDE_KEYS), (WIDE_KEYS, QUANTIZED_KEYS)):
         if not set(wanted) <= set(keys):

@@ -56,10 +56,10 @@ def check_rest(dtype: torch.dtype, name: str) -> None:
         )
 
 
-def with_own_bits(saved: dict, own: dict) -> dict:
-    """Return the options `saved` of a group without those by which its weights keep small updates
-    where the optimizer's own group keeps them in another way: fp32 and split weights need no
-    stochastic rounding, and weights that are rounded at random are not split. Warns of rounding.
+def with_own_precision(saved: dict, own: dict) -> dict:
+    """Return the options `saved` of a group without a way to keep updates below the precision of
+    bf16 that excludes the way of the optimizer's group: `own` with stochastic rounding drops
+    MASTER_KEY; fp32 and split weights drop stochastic rounding, with a warning.
     """
     if is_stochastic(own):
         return {key: value for key, value in saved.items() if key != MASTER_KEY}
