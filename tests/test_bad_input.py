@@ -452,8 +452,10 @@ def test_an_unknown_argument(argument):
 def test_names_for_unknown_arguments_are_complete(part):
     config, muon = part("params.config"), inspect.signature(package().Muon.__init__).parameters
     groups = inspect.signature(package().get_default_muon_param_groups).parameters
-    known = {*config.OF_TORCH, *config.OF_GROUPS, *(field.name for field in dataclasses.fields(config.MuonConfig))}
-    assert known == set(muon) - {"self", "params", "options"}
+    assert {field.name for field in dataclasses.fields(config.MuonConfig)} < set(muon)
+    refuse(["leave it out", *(name for name, p in muon.items() if p.kind is p.KEYWORD_ONLY)], [matrix()],
+           error=TypeError, fused=True)
+    assert set(config.OTHER_NAMES.values()) < set(muon)
     assert set(config.OF_DEFAULT_GROUPS) == set(groups) - {"model"}
 
 

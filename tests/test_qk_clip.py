@@ -1036,11 +1036,16 @@ def test_parameters_are_checked_at_construction(optimizer):
         stepped(params(weights_of("MHA")), None, {"l": torch.ones(4)})
 
 
-def test_an_optimizer_without_any_logits_warns_once(optimizer):
+def with_zero_gradients(optimizer):
+    """An optimizer with QK-clip of a layer."""
     ps = params(weights_of("MHA"))
-    opt = muon(ps, optimizer.QKClip(1.0, {"l": GOOD}))
     for p in ps.values():
         p.grad = torch.zeros_like(p)
+    return muon(ps, optimizer.QKClip(1.0, {"l": GOOD}))
+
+
+def test_an_optimizer_without_any_logits_warns_once(optimizer):
+    opt = with_zero_gradients(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         opt.step()  # as get_optimizer_state_dict does
@@ -1051,10 +1056,7 @@ def test_an_optimizer_without_any_logits_warns_once(optimizer):
 
 
 def test_an_optimizer_with_logits_before_some_steps_does_not_warn(optimizer):
-    ps = params(weights_of("MHA"))
-    opt = muon(ps, optimizer.QKClip(1.0, {"l": GOOD}))
-    for p in ps.values():
-        p.grad = torch.zeros_like(p)
+    opt = with_zero_gradients(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(4):

@@ -8,59 +8,40 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from .checks.group_keys import ALIASES
 from .errors import shortened
 
 NONFINITE = ("propagate", "skip", "raise")  # allowed values of `nonfinite`
 
-# Arguments of `Muon` that are no fields of `MuonConfig`: defaults of keys of groups
-OF_TORCH = (
-    "lr",
-    "weight_decay",
-    "momentum",
-    "nesterov",
-    "ns_coefficients",
-    "eps",
-    "ns_steps",
-    "adjust_lr_fn",
-)
-OF_GROUPS = (
-    "adamw_betas",
-    "adamw_eps",
-    "rule",
-    "decay",
-    "momentum_form",
-    "rounding",
-    "rounding_seed",
-    "master_weights",
-)
 # Arguments that belong elsewhere
 OF_DEFAULT_GROUPS = ("adamw", "muon", "adamw_lr", "report", "split", "allow_no_matrices")
 OF_NORMUON = ("beta2",)
-OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "mu": "momentum"}
+OTHER_NAMES = {**ALIASES, "mu": "momentum"}
 
 Function = TypeVar("Function", bound=Callable)
 
 
-def _meant(argument: str, known: Sequence[str]) -> str:
-    """What to do about an argument that is not one of `known`: the end of an error message."""
+def _meant(argument: str, parameters: Mapping[str, inspect.Parameter]) -> str:
+    """What to do about an argument that is not in `parameters` of `Muon`, for a message."""
     if argument in OF_DEFAULT_GROUPS:
         return "pass it to get_default_muon_param_groups"
     if argument in OF_NORMUON:
         return "it is an option of NorMuon"
     low = argument.lower()
+    known = [name for name in parameters if name not in ("self", "params")]
     name = OTHER_NAMES.get(low)
     found = [name] if name else difflib.get_close_matches(low, known, 2, 0.6)
     if found:
         return f"did you mean {' or '.join(map(repr, found))}?"
-    own = ", ".join(known[len(OF_TORCH) :])
-    return f"leave it out. Besides torch.optim.Muon's there are {own}"
+    own = [name for name in known if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
+    return f"leave it out. Besides torch.optim.Muon's there are {', '.join(own)}"
 
 
 @dataclass(frozen=True)
@@ -103,8 +84,9 @@ class MuonConfig:
     qk_clip: object = None  # a QKClip; None: no weight is scaled
 
     @classmethod
-    def of(cls, given: dict[str, object]) -> MuonConfig:
+    def of(cls, given: dict[str, object], function: Callable) -> MuonConfig:
         """The config of the keyword arguments `given`; fields without an argument take defaults.
+        `function`: `Muon.__init__`, whose parameters a message names.
 
         A 1-D DeviceMesh as process_group is replaced by its process group. Raises TypeError for an
         unknown argument, ValueError for a mesh of several dims.
@@ -113,7 +95,7 @@ class MuonConfig:
         if unknown := sorted(set(given) - set(known)):
             raise TypeError(
                 f"there is no argument {shortened(repr(unknown[0]))}: "
-                f"{_meant(unknown[0], [*OF_TORCH, *OF_GROUPS, *known])}"
+                f"{_meant(unknown[0], inspect.signature(function).parameters)}"
             )
         if "process_group" in given:
             given = {**given, "process_group": group_of_mesh(given["process_group"])}
