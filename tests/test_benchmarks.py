@@ -121,6 +121,16 @@ def test_ways_of_one_bucket(what, stacks, tmp_path):
     assert all(float(row["median_us"]) > 0 for row in rows)
 
 
+def test_kernels_of_rules(tmp_path):
+    out = tmp_path / "kernels.csv"
+    run("rule_kernels.py", "--models", "tiny", "--layers", 1, "--rules", "muon", "normuon", "--steps", 1, "--commit",
+        "abc", "--out", out)
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [*dict.fromkeys(row["rule"] for row in rows)] == ["muon", "normuon"]
+    assert all(float(row["us"]) >= 0 and float(row["launches"]) >= 1 and "#" not in row["kernel"] for row in rows)
+
+
 def test_cuts_on_momenta_of_a_training(tmp_path):
     momenta, out = tmp_path / "momenta.pt", tmp_path / "schedules.csv"
     run("momenta.py", "--size", "tiny", "--at", 1, 3, "--eager", "--out", momenta)
