@@ -227,7 +227,15 @@ WAYS_OUT = {
     READS: "compute with 0-D tensors, and choose by torch.where",
     CUTS: "keep the shape, and choose by torch.where",
     COPIES: "use Python numbers, or torch.full with the device",
-    VERIFIES: "call the function that ends in _ex, such as torch.linalg.inv_ex",
+    VERIFIES: "call the function that ends in _ex, such as torch.linalg.inv_ex, or take "
+    "torch.linalg.qr or products of matrices in place of svd, eigh, eig, pinv and lstsq",
+}
+# Operations that read values inside, which no operation on the meta device shows, by torch's
+# `aten/src/ATen/native/BatchLinearAlgebra.cpp` and `LinearAlgebra.cpp` (matrix_exp)
+READ_INSIDE = {
+    **dict.fromkeys(("_linalg_svd", "_linalg_eigh", "linalg_eig", "_linalg_eigvals"), VERIFIES),
+    **dict.fromkeys(("linalg_eigvals", "linalg_pinv", "linalg_lstsq", "cholesky"), VERIFIES),
+    "linalg_matrix_exp": READS,
 }
 TO_NUMPY = torch.Tensor.numpy, torch.Tensor.__array__
 FROM_NUMBERS = torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor
@@ -249,8 +257,11 @@ def _wait_in(func: Any, args: tuple, kwargs: Mapping) -> str:
         return READS if source.is_meta else COPIES
     if not any(map(_is_without_values, tensors)):
         return ""
-    if name == "aten::_linalg_check_errors":
+    given = {a.name: value for a, value in zip(func._schema.arguments, args)} | {**kwargs}
+    if name == "aten::_linalg_check_errors" or given.get("check_errors"):
         return VERIFIES
+    if name.removeprefix("aten::") in READ_INSIDE:
+        return READ_INSIDE[name.removeprefix("aten::")]
     if torch.Tag.data_dependent_output in func.tags:
         return READS
     if name == "aten::index_put_":
