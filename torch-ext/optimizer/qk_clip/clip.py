@@ -206,9 +206,7 @@ class QKClip:
             )
         return maxima
 
-    def _on(
-        self, device: torch.device, kept: dict[torch.device, LargestLogits]
-    ) -> LargestLogits:
+    def _on(self, device: torch.device, kept: dict[torch.device, LargestLogits]) -> LargestLogits:
         """The part of `kept` on a device."""
         found = kept.get(device)
         if found is None:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from ..communication.nonfinite import NonfiniteFlags, reduce_maximum
 from ..communication.process_groups import ProcessGroups, Ranks, world_now
+from ..kernels.backend import use_triton
+from ..kernels.elementwise.weight_update import SCALED_DTYPES, ScaledWeights
 from ..kernels.weights.split import join_into, split_into
 from ..params import errors
 from ..params.config import MuonConfig
@@ -245,9 +247,28 @@ class HeadClipping(StepHook):
             rest = store.rest_of(number)
             self.weights.append(ClippedWeight(local, factors, store, number, rest))
         self.split = [weight for weight in self.weights if weight.rest is not None]
-        whole = [weight for weight in self.weights if weight.rest is None]
-        self.locals = [weight.local for weight in whole]
-        self.local_factors = [weight.factors for weight in whole]
+        firsts = [(part.start, dim) for _, dim, part in found]
+        self._bind_scaling(firsts)
+
+    def _bind_scaling(self, firsts: Sequence[tuple[int, int]]) -> None:
+        """Sort the weights that `after_buckets` scales together: by one launch of Triton's, or by
+        torch's. `firsts`: of each weight, see `ScaledWeights`.
+        """
+        self.launches, one_launch = [], []  # the first: compiled before the first step
+        if use_triton(self.device) and not self.in_turn:
+            one_launch = [
+                i
+                for i, weight in enumerate(self.weights)
+                if weight.rest is None and weight.local.dtype in SCALED_DTYPES
+            ]
+        if one_launch:
+            locals_ = [self.weights[i].local for i in one_launch]
+            places = [firsts[i] for i in one_launch]
+            self.launches.append(ScaledWeights(locals_, places, self.row_factors))
+        fits = set(one_launch)
+        others = [w for i, w in enumerate(self.weights) if w.rest is None and i not in fits]
+        self.locals = [weight.local for weight in others]
+        self.local_factors = [weight.factors for weight in others]
 
     def _stored_slots(self, layer: AttentionLayer, key: str, param: torch.Tensor) -> torch.Tensor:
         """`AttentionLayer.slots` of the rows (or columns) that this rank stores, in memory order:
@@ -350,6 +371,8 @@ class HeadClipping(StepHook):
         """Scale all remaining weights."""
         if self.in_turn:
             return self._scale(sorted(self.unscaled))
+        for launch in self.launches:
+            launch()
         if self.locals:
             torch._foreach_mul_(self.locals, self.local_factors)
         for weight in self.split:

@@ -1,5 +1,5 @@
-"""`LargestLogits`: largest logits of all layers in one tensor, by a number of launches that does not
-grow with the number of layers. Sends nothing, waits for nothing.
+"""`LargestLogits`: largest logits of all layers in one tensor, so that the number of launches does
+not grow with the number of layers. Sends nothing, and nothing waits for the device.
 """
 
 from __future__ import annotations
