@@ -231,6 +231,8 @@ def others(arch: str, shared: int):
     for access in (0, 1, 2):
         yield compile_for(arch, check._check_kernel, dict(
             table, addresses="*i64", flags="*fp32", places="*i64", ACCESS=access))
+        yield compile_for(arch, update._scale_kernel, dict(
+            table, factors="*fp32", places="*i64", ACCESS=access, ACROSS=access == 0))
     for decay, is_split in [(0, False), (1, True), (2, False)] if arch == "sm90" else [(2, True)]:
         pointers = dict(weights="*i16" if is_split else "*bf16", rests="*i16", gradients="*bf16", initials="*bf16",
                         m_numbers="*i8", v_numbers="*u8", m_scales="*fp32", v_scales="*fp32", factors="*fp32")

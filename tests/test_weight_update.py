@@ -125,3 +125,34 @@ def test_factors_of_rows_give_equal_bits_however_a_matrix_is_cut(update, device,
             factors_of(0.013, 0.1, device))
         results.append(w)
     assert all(torch.equal(w, results[0]) for w in results) and not torch.equal(results[0], W)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.interpreter
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_scaled_weights_have_the_bits_of_torch(part, device, monkeypatch, dtype, across):
+    """Of rows and columns, without gaps and with gaps, and vectors; nothing beside a weight changes."""
+    take("triton", monkeypatch)
+    table, update = part("kernels.elementwise.multi_tensor"), part("kernels.elementwise.weight_update")
+    memory = torch.randn(100, 128, device=device).to(dtype)
+    if INTERPRETED and dtype == BF16:  # which rounds to bf16 towards zero
+        memory = torch.randint(-8, 8, memory.shape, device=device).to(dtype)
+    factors = torch.randint(0, 16, (256,), device=device) / 16
+    factors = factors if INTERPRETED and dtype == BF16 else factors.sqrt()
+
+    def weights(whole):  # (weight, dim of its factors)
+        found = [(whole[:70, :64], 0), (whole[70:83, :31], 0), (whole[83:90].mT[:90], 0), (whole[70:80, 40], 0),
+                 (whole[91, :100], 0), (whole[92:93], 0), (whole[60:60], 0)]
+        return found + [(whole[93:, :9], 1), (whole[:30, 64:], 1)] * across
+
+    twin, first, firsts = memory.clone(), 0, []
+    for w, dim in weights(twin):
+        of_w = factors[first:first + w.shape[dim]]
+        w.mul_(of_w[:, None] if (w.ndim, dim) == (2, 0) else of_w)
+        firsts.append((first, dim))
+        first = (first + w.shape[dim]) % 128
+    bound = update.ScaledWeights([w for w, _ in weights(memory)], firsts, factors)
+    assert {launch.access for launch in bound.launches} == {table.ELEMENTS, table.VECTORS, table.ROW}
+    bound()
+    assert torch.equal(memory, twin)

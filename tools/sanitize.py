@@ -242,6 +242,9 @@ def rectangles(device, size) -> None:
         split = halves.SplitWeights([rest])
         update.WeightUpdate([high], [U], [0.5], rounding=split)(numbers)
         halves.join_into(torch.empty_like(high, dtype=torch.float32), high, rest)
+        scales = torch.rand(n + m, device=device)
+        update.ScaledWeights([W, M[0]], [(0, 0), (n, 0)], scales)()
+        update.ScaledWeights([W, M], [(n, 1), (0, 0)], scales)()
         flags = table.Skip(torch.zeros(1, device=device), (0,))
         check.NonfiniteCheck([(n, width)], sources, [G], flags)(addresses)
 

@@ -80,7 +80,11 @@ class StepHook:
     `Muon.step` calls `before_buckets`, runs the buckets, then calls `after_buckets`. Hooks are
     called in the order of the optimizer's list, which is equal on all ranks: a hook may issue
     collectives.
+
+    `launches`: kernels of the hook, to be compiled before the first step.
     """
+
+    launches: Sequence[Callable[[], None]] = ()
 
     def before_buckets(self, found_inf: torch.Tensor | float | None) -> None:
         """Called when the step has read all gradients and uploaded their addresses, before any

@@ -398,8 +398,8 @@ class Preparation:
             release_before_groups()
         # First binding of a plan: kernels of these shapes may not be compiled
         if self._param_forms is None:
-            checks = () if bound.nonfinite is None else bound.nonfinite.launches
-            precompile_kernels(bound.all_jobs, bound.missing.device, checks)
+            further = [launch for hook in bound.hooks for launch in hook.launches]
+            precompile_kernels(bound.all_jobs, bound.missing.device, further)
         self.bound = bound
 
     def _compare_again(self, groups: Sequence[dict]) -> None:

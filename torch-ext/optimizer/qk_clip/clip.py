@@ -9,37 +9,15 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ..params.dtensor import local_of
+from ..params.dtensor import raw_locals
 from ..params.errors import given_names, shortened, warn_caller
 from . import logits, models
+from .largest import LargestLogits
 from .layers import SHARED_KEYS, AttentionLayer, parse_layer
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """Maxima of one layer since the last step, fp32 (heads of this rank,), changed in place.
-
-    `maxima`: largest finite logit of each head, -inf without. `nonfinite`: 1 where a logit was NaN
-    or Inf, else 0.
-    """
-
-    maxima: torch.Tensor
-    nonfinite: torch.Tensor
-
-    @classmethod
-    def empty(cls, heads: int, device: torch.device) -> Recorded:
-        """Without any logit."""
-        # A tensor made in inference mode could not be changed outside
-        with torch.inference_mode(False):
-            return cls(
-                torch.full((heads,), -math.inf, dtype=torch.float32, device=device),
-                torch.zeros((heads,), dtype=torch.float32, device=device),
-            )
 
 
 class QKClip:
@@ -103,8 +81,11 @@ class QKClip:
                 raise type(error)(f"layer {shortened(name)}: {error}") from None
         # Parameter name -> (index of the group, index in the group); set by `attach`
         self._places: dict[str, tuple[int, int]] = {}
-        self._recorded: dict[str, Recorded] = {}  # by `record`, for the next step
-        self._taken: dict[str, Recorded] = {}  # by `take`, for the running step
+        # By device. The step may read `_taken` on a stream of its own, while the next forward
+        # already records
+        self._recorded: dict[torch.device, LargestLogits] = {}  # by `record`, for the next step
+        self._taken: dict[torch.device, LargestLogits] = {}  # by `take`, for the running step
+        self.counts: dict[str, int] = {}  # heads of this rank, of each layer with maxima so far
         self._results: tuple[torch.Tensor, ...] | None = None  # see `set_results`
         self._silent_steps = 0  # steps before the first recorded maxima
 
@@ -198,58 +179,62 @@ class QKClip:
         counted in `nonfinite`; -Inf means no logit. Raises ValueError for an unknown layer or
         shape.
         """
+        (maxima,) = raw_locals([maxima])
+        values = self._checked(layer, maxima)
+        self._on(values.device, self._recorded).add((layer,), (values,))
+
+    def _checked(self, layer: str, maxima: torch.Tensor | Sequence[float]) -> torch.Tensor:
+        """Return the maxima that a rank gives of a layer, as a tensor. Raises as `record` does."""
         known = self.layers.get(layer)
         if known is None:
             raise ValueError(
                 f"there is no layer {shortened(repr(layer))}; there are {_some(self.layers)}"
             )
-        if isinstance(maxima, torch.Tensor):
-            values = local_of(maxima)
-        else:
-            values = torch.as_tensor(maxima, dtype=torch.float32, device="cpu")
-        count = values.numel()
-        if values.ndim != 1 or not 0 < count <= known.heads or known.heads % count:
+        if not isinstance(maxima, torch.Tensor):
+            maxima = torch.as_tensor(maxima, dtype=torch.float32, device="cpu")
+        count = maxima.numel()
+        if maxima.ndim != 1 or not 0 < count <= known.heads or known.heads % count:
             raise ValueError(
-                f"maxima of layer {layer} have the shape {tuple(values.shape)}, not "
+                f"maxima of layer {layer} have the shape {tuple(maxima.shape)}, not "
                 f"({known.heads},): one for each query head (under TP: of this rank)"
             )
-        if layer not in self._recorded:
-            self._recorded[layer] = Recorded.empty(count, values.device)
-        kept = self._recorded[layer]
-        if len(kept.maxima) != count:
+        before = self.counts.setdefault(layer, count)
+        if before != count:
             raise ValueError(
-                f"maxima of layer {layer} had {len(kept.maxima)} heads before, and now {count}: "
+                f"maxima of layer {layer} had {before} heads before, and now {count}: "
                 "give maxima of as many heads in every call"
             )
-        values = values.to(kept.maxima)
-        finite = values.isfinite()
-        torch.maximum(kept.maxima, values.where(finite, -math.inf), out=kept.maxima)
-        broken = (~finite & (values != -math.inf)).to(kept.nonfinite)
-        torch.maximum(kept.nonfinite, broken, out=kept.nonfinite)
+        return maxima
+
+    def _on(self, device: torch.device, kept: dict[torch.device, LargestLogits]) -> LargestLogits:
+        """The part of `kept` on a device."""
+        found = kept.get(device)
+        if found is None:
+            heads = {name: layer.heads for name, layer in self.layers.items()}
+            found = kept[device] = LargestLogits(heads, device)
+        return found
 
     @torch.no_grad()
     def take(self, given: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Record `given`, {layer: maxima}, and move all recorded maxima to the step that begins."""
+        """Give `given`, {layer: maxima}, and all recorded maxima to the step that begins."""
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
                 f"qk_logits must be a dict {{layer: maxima}}, not {type(given).__name__}"
             )
-        for layer, maxima in (given or {}).items():
-            if maxima is not None:
-                self.record(layer, maxima)
-        if not self._recorded:
+        given = {layer: maxima for layer, maxima in (given or {}).items() if maxima is not None}
+        of_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for layer, maxima in zip(given, raw_locals(given.values())):
+            values = self._checked(layer, maxima)
+            of_device.setdefault(values.device, {})[layer] = values
+        if not self.counts:
             self._count_silent_step()
-        for layer, kept in self._recorded.items():
-            if layer not in self._taken:
-                self._taken[layer] = Recorded.empty(len(kept.maxima), kept.maxima.device)
-        source, taken = (
-            [part for layer in self._recorded for part in vars(kept[layer]).values()]
-            for kept in (self._recorded, self._taken)
-        )
-        if source:
-            # A step that failed before it read the maxima has left them
-            torch._foreach_maximum_(taken, source)
-            _empty(list(self._recorded.values()))
+        # A step that failed before it read the maxima has left them: all are compared
+        for device, maxima in of_device.items():
+            self._on(device, self._taken).add(tuple(maxima), [*maxima.values()])
+        for device, recorded in self._recorded.items():
+            taken = self._on(device, self._taken).values
+            torch.maximum(taken, recorded.values, out=taken)
+            recorded.empty()
 
     def _count_silent_step(self) -> None:
         """Count a step before the first recorded maxima, and warn at the second one: the first may
@@ -263,10 +248,13 @@ class QKClip:
                 "to opt.qk_clip.record() or to opt.step(qk_logits=...)"
             )
 
-    @property
-    def taken(self) -> dict[str, Recorded]:
-        """The maxima of the running step; `set_results` empties them."""
-        return self._taken
+    def taken_on(self, device: torch.device) -> LargestLogits:
+        """The maxima of the running step, on the device of the step; `set_results` empties them."""
+        found = self._on(device, self._taken)
+        for other in self._taken.values():
+            if other is not found:
+                torch.maximum(found.values, other.values.to(device), out=found.values)
+        return found
 
     @torch.no_grad()
     def set_results(self, results: tuple[torch.Tensor, ...], offsets: Mapping[str, int]) -> None:
@@ -274,7 +262,8 @@ class QKClip:
         heads with NaN or Inf). `offsets`: index in the first of the first head of each layer.
         """
         self._results = *results, offsets
-        _empty(list(self._taken.values()))
+        for taken in self._taken.values():
+            taken.empty()
 
     @property
     def maxima(self) -> dict[str, torch.Tensor]:
@@ -318,6 +307,7 @@ def unattached(clip: QKClip) -> QKClip:
     """Return a copy of `clip` that belongs to no optimizer, without logits and results."""
     found = copy.copy(clip)
     found._places, found._recorded, found._taken, found._results = {}, {}, {}, None
+    found.counts = {}
     found._silent_steps = 0
     return found
 
@@ -344,14 +334,6 @@ def _check_shape(
 def _no_heads() -> torch.Tensor:
     """The count of heads before the first step."""
     return torch.zeros((), dtype=torch.int64, device="cpu")
-
-
-def _empty(kept: Sequence[Recorded]) -> None:
-    """Forget all logits."""
-    if kept:
-        # A finite number or -inf, minus inf, is -inf
-        torch._foreach_sub_([one.maxima for one in kept], math.inf)
-        torch._foreach_zero_([one.nonfinite for one in kept])
 
 
 def _some(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ groups, but all model collectives of backward were issued.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import torch.distributed as dist
 
 from ..communication.nonfinite import NonfiniteFlags, reduce_maximum
 from ..communication.process_groups import ProcessGroups, Ranks, world_now
+from ..kernels.backend import use_triton
+from ..kernels.elementwise.weight_update import SCALED_DTYPES, ScaledWeights
 from ..kernels.weights.split import join_into, split_into
 from ..params import errors
 from ..params.config import MuonConfig
@@ -28,7 +31,8 @@ from ..params.dtensor import is_dtensor, local_of
 from ..params.layout import coordinates_of_parts, ranks_of, stored_ranges, this_rank
 from ..pipeline import BucketUpdate, Job, StepHook
 from ..planning.plan import bucket_sort_key
-from .clip import QKClip, Recorded
+from .clip import QKClip
+from .largest import LargestLogits, runs
 from .layers import NONE, ROOT, SHARED_KEY, SHARED_QUERY, WHOLE, AttentionLayer
 
 
@@ -94,8 +98,10 @@ class HeadClipping(StepHook):
         self.writes: list[int] = []  # weight -> number of updates that write it
         self.unwritten: list[int] = []  # weight -> updates of this step that are still to come
         self.unscaled: set[int] = set()  # indices of weights, with `in_turn` in this step
-        # Views of `values` that `taken` of the clip is copied into: layer -> (maxima, flags)
-        self.targets: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        # See `_connect`: the tensor and the number of layers for which the views were made
+        self.connected: tuple[torch.Tensor, int] | None = None
+        self.targets: list[torch.Tensor] = []  # views of `values`
+        self.sources: list[torch.Tensor] = []  # what each is in the next step
 
     def _place_heads(self) -> None:
         """Place the maxima of all layers in a buffer, layers of equal ranks beside each other: the
@@ -105,7 +111,7 @@ class HeadClipping(StepHook):
         for name in self.clip.layers:
             layers_of.setdefault(self._ranks_of(name), []).append(name)
         self.segments: dict[Ranks, slice] = {}  # of `values`
-        self.first: dict[str, int] = {}  # layer -> index of the first head in `maxima_index`
+        self.first: dict[str, int] = {}  # layer -> index of the first head in `heads`
         self.first_key: dict[str, int] = {}  # layer -> index of the first key head, of shared keys
         maxima, flags, starts = [], [], {}
         at = keys = 0
@@ -131,8 +137,7 @@ class HeadClipping(StepHook):
                 ]
                 keys += layer.kv_heads
         self.starts = starts  # layer -> (index in `values` of its maxima, of its flags)
-        self.maxima_index = self._indices(maxima)
-        self.flag_index = self._indices(flags)
+        self.heads_index = self._indices([*maxima, *flags])
         # Padded: layers may have key heads of different numbers of query heads
         most = max(map(len, members), default=0)
         padded = [[*heads, *[heads[0]] * (most - len(heads))] for heads in members]
@@ -146,11 +151,27 @@ class HeadClipping(StepHook):
         initial[maxima] = -math.inf
         self.initial = initial.to(self.device)
         self.values = self.initial.clone()
-        self.results = (
-            torch.full((len(maxima),), -math.inf, dtype=torch.float32, device=self.device),
-            torch.zeros((), dtype=torch.int64, device=self.device),
-            torch.zeros((), dtype=torch.int64, device=self.device),
-        )
+        self._make_buffers(len(maxima))
+
+    def _make_buffers(self, H: int) -> None:
+        """Make what a step computes of `H` heads: each launch writes into memory of its own."""
+        shared = len(self.members)
+        self.heads = torch.zeros(2 * H, dtype=torch.float32, device=self.device)
+        self.maxima, self.flags = self.heads.view(2, H)
+        self.maxima.fill_(-math.inf)
+        self.marked = torch.zeros(2, H, dtype=torch.bool, device=self.device)
+        self.is_above, self.is_broken = self.marked  # the threshold; with NaN or Inf
+        self.marked_counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self.results = self.maxima, *self.marked_counts
+        sizes = [H, H, H * bool(shared), shared, 1]  # ROOT, WHOLE, SHARED_QUERY, SHARED_KEY, 1
+        self.table = torch.ones(sum(sizes), dtype=torch.float32, device=self.device)
+        self.factors = self.table.split(sizes)
+        self.threshold = self._scalar()
+
+    def _scalar(self) -> tuple[float, torch.Tensor]:
+        """The threshold, also as a tensor on the CPU, which kernels take as a number."""
+        threshold = self.clip.threshold
+        return threshold, torch.tensor(threshold, dtype=torch.float64, device="cpu")
 
     def _indices(self, values: list) -> torch.Tensor:
         """int64 on the device."""
@@ -189,20 +210,22 @@ class HeadClipping(StepHook):
     def _place_rows(self, stores: Sequence[object]) -> None:
         """Find the factor of each stored row of all weights."""
         known = {id(p): (store, i) for store in stores for i, p in enumerate(store.params)}
-        H, keys = len(self.maxima_index), len(self.members)
+        starts = [0, *itertools.accumulate(map(len, self.factors))]
+        # Without shared keys that are scaled, all factors of shared queries are those of WHOLE
+        of_queries = starts[2] if len(self.members) else starts[1]
         found, rows = [], []
         count = 0
         for name, layer in self.clip.layers.items():
             first, first_key = self.first[name], self.first_key[name]
-            # Index in the table of `_factors` of the layer's first factor, by kind
-            starts = {
+            # Index in `table` of the layer's first factor, by kind
+            first_of = {
                 ROOT: first,
-                WHOLE: H + first,
-                SHARED_QUERY: 2 * H + first,
-                SHARED_KEY: 3 * H + first_key,
-                NONE: 3 * H + keys,
+                WHOLE: starts[1] + first,
+                SHARED_QUERY: of_queries + first,
+                SHARED_KEY: starts[3] + first_key,
+                NONE: starts[4],
             }
-            start_of = torch.tensor([starts[kind] for kind in sorted(starts)], device="cpu")
+            start_of = torch.tensor([first_of[kind] for kind in sorted(first_of)], device="cpu")
             for key, param in self.parameters[name].items():
                 with errors.during(f"layer {name} of qk_clip, parameter {key}"):
                     kinds, heads = self._stored_slots(layer, key, param)
@@ -224,9 +247,28 @@ class HeadClipping(StepHook):
             rest = store.rest_of(number)
             self.weights.append(ClippedWeight(local, factors, store, number, rest))
         self.split = [weight for weight in self.weights if weight.rest is not None]
-        whole = [weight for weight in self.weights if weight.rest is None]
-        self.locals = [weight.local for weight in whole]
-        self.local_factors = [weight.factors for weight in whole]
+        firsts = [(part.start, dim) for _, dim, part in found]
+        self._bind_scaling(firsts)
+
+    def _bind_scaling(self, firsts: Sequence[tuple[int, int]]) -> None:
+        """Sort the weights that `after_buckets` scales together: by one launch of Triton's, or by
+        torch's. `firsts`: of each weight, see `ScaledWeights`.
+        """
+        self.launches, one_launch = [], []  # the first: compiled before the first step
+        if use_triton(self.device) and not self.in_turn:
+            one_launch = [
+                i
+                for i, weight in enumerate(self.weights)
+                if weight.rest is None and weight.local.dtype in SCALED_DTYPES
+            ]
+        if one_launch:
+            locals_ = [self.weights[i].local for i in one_launch]
+            places = [firsts[i] for i in one_launch]
+            self.launches.append(ScaledWeights(locals_, places, self.row_factors))
+        fits = set(one_launch)
+        others = [w for i, w in enumerate(self.weights) if w.rest is None and i not in fits]
+        self.locals = [weight.local for weight in others]
+        self.local_factors = [weight.factors for weight in others]
 
     def _stored_slots(self, layer: AttentionLayer, key: str, param: torch.Tensor) -> torch.Tensor:
         """`AttentionLayer.slots` of the rows (or columns) that this rank stores, in memory order:
@@ -254,9 +296,11 @@ class HeadClipping(StepHook):
 
     def before_buckets(self, found_inf: torch.Tensor | float | None) -> None:
         """Compare the maxima of the ranks, and compute the factors of all rows. Collective."""
-        self.values.copy_(self.initial)
-        if taken := self.clip.taken:
-            self._copy(taken)
+        taken = self.clip.taken_on(self.values.device)
+        known = self.connected
+        if known is None or known[0] is not taken.values or known[1] != len(self.clip.counts):
+            self._connect(taken)
+        torch._foreach_copy_(self.targets, self.sources)
         common = self.process_groups.shared_groups()
         for ranks, segment in self.segments.items():
             groups = [common.get_or_create(ranks)] if len(ranks) > 1 else []
@@ -264,48 +308,51 @@ class HeadClipping(StepHook):
                 groups.append(self.clip.process_group)
             for group in groups:
                 reduce_maximum(self.values[segment], group)
-        table = self._factors()
+        self._compute_factors()
         if len(self.rows):
-            torch.index_select(table, 0, self.rows, out=self.row_factors)
+            torch.index_select(self.table, 0, self.rows, out=self.row_factors)
         self.unwritten = list(self.writes)
         if self.in_turn:
             self.unscaled = set(range(len(self.weights)))
 
-    def _copy(self, taken: Mapping[str, Recorded]) -> None:
-        """Copy the maxima of this rank to the places of its heads."""
-        for name, recorded in taken.items():
-            known = self.targets.get(name)
-            if known is None or len(known[0]) != len(recorded.maxima):
-                count = len(recorded.maxima)
-                first = _first_head(self.clip, name, self.parameters[name], count)
-                self.targets[name] = tuple(
-                    self.values[start + first : start + first + count]
-                    for start in self.starts[name]
-                )
-        torch._foreach_copy_(
-            [target for name in taken for target in self.targets[name]],
-            [part for one in taken.values() for part in (one.maxima, one.nonfinite)],
-        )
-
-    def _factors(self) -> torch.Tensor:
-        """The factors by kind and head, fp32: ROOT, WHOLE, SHARED_QUERY, SHARED_KEY, 1. Gives the
-        maxima to the clip.
+    def _connect(self, taken: LargestLogits) -> None:
+        """Find what `values` are before the ranks compare: the maxima of this rank at the places of
+        its heads, and `initial` elsewhere.
         """
-        maxima = self.values.index_select(0, self.maxima_index)
-        flags = self.values.index_select(0, self.flag_index)
-        is_above = maxima > self.clip.threshold
+        size, total = taken.values.numel(), len(self.values)
+        origins = [*range(size, size + total)]  # in `taken.values`, followed by `initial`
+        for name, count in self.clip.counts.items():
+            first = _first_head(self.clip, name, self.parameters[name], count)
+            for row, start in enumerate(self.starts[name]):
+                at = row * (size // 2) + taken.places[name]
+                origins[start + first : start + first + count] = range(at, at + count)
+        self.targets, self.sources = [], []
+        flat = taken.values.view(-1)
+        for at, origin, count in runs(origins, border=size):
+            source = flat[origin:] if origin < size else self.initial[origin - size :]
+            self.targets.append(self.values[at : at + count])
+            self.sources.append(source[:count])
+        self.connected = taken.values, len(self.clip.counts)
+
+    def _compute_factors(self) -> None:
+        """Compute the factors of all heads, in `table`. Gives the maxima to the clip."""
+        if self.threshold[0] != self.clip.threshold:
+            self.threshold = self._scalar()
+        threshold, tau = self.threshold
+        torch.index_select(self.values, 0, self.heads_index, out=self.heads)
+        torch.gt(self.maxima, threshold, out=self.is_above)
+        torch.gt(self.flags, 0, out=self.is_broken)
         if self.whole_step is not None and self.whole_step.count:
-            is_above &= self.whole_step.flags[0] == 0
-        for result, value in zip(self.results, (maxima, is_above.sum(), (flags > 0).sum())):
-            result.copy_(value)
+            self.is_above &= self.whole_step.flags[0] == 0
+        torch.sum(self.marked, 1, out=self.marked_counts)
         self.clip.set_results(self.results, self.first)
-        whole = torch.where(is_above, self.clip.threshold / maxima, 1.0)
-        root = whole.sqrt()
-        shared = [whole, root[:0]]
+        root, whole, queries, keys, one = self.factors
+        torch.div(tau, self.maxima, out=whole)
+        torch.where(self.is_above, whole, one, out=whole)
+        torch.sqrt(whole, out=root)
         if len(self.members):
-            key = root[self.members].amin(1)
-            shared = [(whole / key[self.key_of]).clamp(max=1.0), key]
-        return torch.cat([root, whole, *shared, torch.ones_like(self.initial[:1])])
+            torch.amin(root[self.members], 1, out=keys)
+            torch.div(whole, keys[self.key_of], out=queries).clamp_(max=1.0)
 
     def bucket_written(self, update: BucketUpdate) -> None:
         """With overlap_forward: scale the weights that no later update of this step writes, before
@@ -324,6 +371,8 @@ class HeadClipping(StepHook):
         """Scale all remaining weights."""
         if self.in_turn:
             return self._scale(sorted(self.unscaled))
+        for launch in self.launches:
+            launch()
         if self.locals:
             torch._foreach_mul_(self.locals, self.local_factors)
         for weight in self.split:

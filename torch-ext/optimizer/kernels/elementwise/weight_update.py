@@ -601,3 +601,66 @@ def _sphere_kernel(sums, radius, keep, step, R, tiles, numbers, groups, BLOCK: t
     for first in range(0, R, BLOCK):
         row = first + tl.arange(0, BLOCK)
         tl.store(radius + matrix * R + row, tl.zeros((BLOCK,), dtype=tl.float32) + r, mask=row < R)
+
+
+SCALED_DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+class ScaledWeights:
+    """Multiplies many weights in place by a factor for each row, or for each column, in fp32 and
+    rounded once: a launch for each dtype. Needs Triton, and weights of `SCALED_DTYPES`.
+    """
+
+    def __init__(
+        self, W: Sequence[torch.Tensor], firsts: Sequence[tuple[int, int]], factors: torch.Tensor
+    ) -> None:
+        """`W`: weights of one or two dims, of any strides. `firsts`: of each weight, (index of its
+        first factor, dim along which factors follow each other). `factors`: fp32, at a fixed
+        address, read by each call.
+        """
+        matrices = [w if w.ndim == 2 else w.unsqueeze(0) for w in W]
+        # Index of the first factor, steps of the index from row to row and from column to column
+        places = [
+            (first, int(dim < w.ndim - 1), int(dim == w.ndim - 1))
+            for w, (first, dim) in zip(W, firsts)
+        ]
+        self.factors = factors
+        self.launches = bind([matrices], keep_rows=True) if W else []
+        self.of_launches = []  # places of each record, whether factors of any follow columns
+        for launch in self.launches:
+            own = [places[origin] for origin in launch.origins.tolist()]
+            table = torch.tensor(own, dtype=torch.int64, device="cpu")
+            self.of_launches.append((table.to(factors.device), any(one[2] for one in own)))
+
+    def __call__(self) -> None:
+        """Multiply all weights by the factors."""
+        for launch, (places, is_across) in zip(self.launches, self.of_launches):
+            run(_scale_kernel, launch, self.factors, places, ACROSS=is_across)
+
+
+@jit
+def _scale_kernel(
+    records,
+    blocks,
+    factors,
+    places,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCESS: tl.constexpr,
+    TYPE_0: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    """Compute `ScaledWeights` for a block of elements. List of the table: W. `places`: of each
+    record, see the constructor. ACROSS: factors of any weight follow its columns.
+    """
+    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
+    place = places + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2) * 3
+    if ACROSS:
+        number = tl.load(place) + row * tl.load(place + 1) + column * tl.load(place + 2)
+        factor = tl.load(factors + number, mask=inside, other=1.0)
+    else:
+        # Of VECTORS: one for each vector
+        factor = tl.load(factors + tl.load(place) + row, mask=row < tl.load(record), other=1.0)
+    at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
+    w = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, (w * factor).to(TYPE_0), mask=inside)
