@@ -236,10 +236,10 @@ def test_an_option_that_no_user_put_there_is_no_matter(optimizer):
     optimizer.Muon([{"params": [matrix()], "fraction": 0.25, "betas": [0.9, 0.99], "normalize": "column_row"}])
     optimizer.Muon([{"params": [matrix()], "betas": (0.5, 0.5)}, {"params": [matrix(4)], "use_muon": False}],
                    adamw_betas=(0.5, 0.5))
-    groups = [{"params": [matrix()]}, {"params": [matrix()], "rule": "muon"},
+    groups = [{"params": [matrix()], "beta2": 0.75}, {"params": [matrix()], "rule": "muon"},
               {"params": [matrix(4)], "use_muon": False}]
     normuon = optimizer.NorMuon(groups, beta2=0.5)
-    assert [group["beta2"] for group in optimizer.NorMuon(normuon.param_groups).param_groups] == [0.5] * 3
+    assert [group["beta2"] for group in optimizer.NorMuon(normuon.param_groups).param_groups] == [0.75, 0.5, 0.5]
     saved = normuon.state_dict()
     saved["param_groups"][1] |= {"fraction": 0.5, "betas": (0.5, 0.5)}
     loaded = optimizer.NorMuon(copy.deepcopy(groups))

@@ -304,10 +304,10 @@ class Muon(MetricsMethods):
         # Else once, at the end of `__init__`
         if self._has_all_groups:
             self._init_groups()
-        self._live_keys.add(count, self.param_groups[count], given, self._written())
         if self._bound.all_jobs:
             self._why_unbound = "after add_param_group(), which drops the plan"
         self._drop_plans()
+        self._live_keys.add(count, self.param_groups[count], given, self._written())
 
     def _read_rule_and_splits(self, group: dict) -> None:
         """Give a new group the name and the options of its rule, and its own `split`, with the

@@ -44,10 +44,10 @@ class LiveKeys:
         """Accept a new group, which construction has checked, and warn of options of other rules.
         `given`: the keys that the user gave. `written`: as in `unread_options`.
         """
+        self.accept([group])
         # All keys are given of a group that another optimizer of this class has made
         known = given if group.keys() <= set(given) else ()
         self._warn_of_unread(number, group, known, written)
-        self.accept([group])
 
     def accept(self, groups: Sequence[dict]) -> None:
         """Accept all keys of new, loaded or copied groups: state dicts may have keys of other
@@ -91,10 +91,14 @@ class LiveKeys:
         self, number: int, group: dict, known: Collection[str], written: Mapping[str, object]
     ) -> None:
         """Warn of each option of another rule, once for each key: other groups may have it, too."""
-        for key, text in unread_options(group, known, written):
+        for key, own, owners in unread_options(group, known, written):
             if key not in self._warned:
                 self._warned.add(key)
-                warn_caller(f"{label_of(number, group)} has {text}")
+                warn_caller(
+                    f"{label_of(number, group)} has {key}={shortened(repr(group[key]))}, which its "
+                    f"rule {own!r} does not read: it is an option {owners}. Set the rule of the "
+                    "group, or remove the key"
+                )
 
     def _values_of(self, groups: Sequence[dict]) -> list:
         """The values of `_fixed`, and of "use_muon", which decides what is a key of a group."""

@@ -8,9 +8,8 @@ import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ...rules.elementwise import DEFAULT, ELEMENTWISE
+from ...rules.elementwise import ELEMENTWISE, elementwise_of
 from ...rules.rule import RULES, overrides, reads_gradients, rule_of
-from ..errors import shortened
 from .group_keys import is_same
 
 
@@ -74,18 +73,20 @@ def owners_in_words(key: str, use_muon: bool) -> str:
 
 def unread_options(
     group: Mapping[str, Any], known: Collection[str], written: Mapping[str, object]
-) -> Iterator[tuple[str, str]]:
-    """Yield (key, message without the group) for each option of a built-in rule that the group has
-    and its own rule does not read.
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, the group's rule, rules with the key in words) for each option of a built-in rule
+    that the group has and its own rule does not read.
 
     Not of keys in `known`, nor of defaults: of the rule that has the option, and `written`, the
     values that the optimizer itself writes into groups.
     """
     use_muon = bool(group["use_muon"])
-    rules, default = (RULES, "muon") if use_muon else (ELEMENTWISE, DEFAULT)
-    own = group.get("rule") or default
-    # A wrong rule of a live group is refused later; Newton-Schulz reads `eps`
-    read = {*rules[own].options, *(("eps",) if use_muon else ())} if own in rules else group
+    if group.get("rule") and group["rule"] not in (RULES if use_muon else ELEMENTWISE):
+        return  # a wrong rule of a live group is refused later
+    rule = rule_of(group) if use_muon else elementwise_of(group)
+    own = group.get("rule") or rule.name
+    # Newton-Schulz reads `eps`
+    read = {*rule.options, *(("eps",) if use_muon else ())}
     owners = owners_of_options()
     for key in [key for key in group if key in owners and key not in read and key not in known]:
         # As in JSON
@@ -94,9 +95,4 @@ def unread_options(
         if key in written:
             defaults.append(written[key])
         if not any(is_same(value, default) for default in defaults):
-            yield (
-                key,
-                f"{key}={shortened(repr(group[key]))}, which its rule {own!r} does not read: it is "
-                f"an option {owners_in_words(key, use_muon)}. Set the rule of the group, or remove "
-                "the key",
-            )
+            yield key, own, owners_in_words(key, use_muon)
