@@ -441,6 +441,7 @@ UNKNOWN = {
     "LR": "did you mean 'lr'?", "learning_rate": "did you mean 'lr'?",
     "betas": "did you mean 'adamw_betas'?", "fused": "leave it out",
     "adamw_lr": "pass it to get_default_muon_param_groups", "beta2": "an option of NorMuon",
+    "fraction": "an option of 'dion2', 'dion3': pass the rule",
 }
 
 

@@ -4,6 +4,7 @@ or refused at construction in words that say which.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -97,6 +98,13 @@ def test_options_of_torch_that_change_a_step(key, optimizer):
     assert optimizer.Muon([{"params": [matrix()], key: False}]).param_groups[0][key] is False
 
 
+@contextlib.contextmanager
+def no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
 # keys of live groups -------------------------------------------------------------------------------------------------
 
 def live():
@@ -167,8 +175,7 @@ def test_keys_of_others_in_live_groups_are_kept_in_silence(optimizer):
     params = [matrix(), matrix(4)]
     plain = copy.deepcopy(params)
     opt, other = stepped(params, {}), stepped(plain, {})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         for key, value in {**OTHERS, "initial_lr": 1.0, "swap": 1, "layer_name": "x"}.items():
             for group in opt.param_groups:
                 group[key] = value
@@ -199,6 +206,52 @@ def test_keys_that_a_state_dict_brings_stay(optimizer):
     assert normuon.param_groups[0]["beta2"] == 0.95
 
 
+@pytest.mark.parametrize(("extra", "text"), [
+    ({"fraction": 0.5}, "fraction=0.5, which its rule 'muon' does not read: it is an option of 'dion2', 'dion3'. Set"),
+    ({"rule": "dion2", "radius": 2}, "radius=2, .*'dion2' does not.* of 'scion', and of 'sign' with use_muon=False"),
+    ({"betas": (0.8, 0.9)}, "betas=.* option of 'adamw', 'lion' with use_muon=False. Set"),
+    ({"use_muon": False, "sign": False}, "sign=False, .*'adamw' does not.* 'adamuon' with use_muon=True. Set"),
+    ({"use_muon": False, "rule": "sgd", "betas": (0.8, 0.9)}, "betas=.*'sgd' does not read.* of 'adamw', 'lion'. Set"),
+    ({"rule": "muon", "beta2": 0.9}, "beta2=0.9, .*'muon' does not read.* 'normuon'")], ids=str)
+def test_an_option_of_another_rule_is_told_once(extra, text, optimizer):
+    """At the user's line, and not again for groups alike."""
+    make = optimizer.NorMuon if "beta2" in extra else optimizer.Muon
+    with pytest.warns(UserWarning, match=rf"^group 0 \(a\) has {text}") as found:
+        opt = make([{"params": [(name, matrix())], **extra} for name in "ab"])
+        opt.add_param_group({"params": [("c", matrix())], **extra})
+    assert [warning.filename for warning in found] == [__file__]
+
+
+def test_an_option_of_another_rule_in_a_live_group_is_told_once():
+    _, opt = live()
+    for key, value in {"fraction": 0.5, "initial_lr": 0.1}.items():
+        opt.param_groups[1][key] = value
+        with pytest.warns(UserWarning, match="group 1 .*fraction=") if key == "fraction" else no_warning():
+            opt.step()
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_option_that_no_user_put_there_is_no_matter(optimizer):
+    """Defaults, of the optimizer, too; what state dicts bring, copies, and groups of another optimizer."""
+    optimizer.Muon([{"params": [matrix()], "fraction": 0.25, "betas": [0.9, 0.99], "normalize": "column_row"}])
+    optimizer.Muon([{"params": [matrix()], "betas": (0.5, 0.5)}, {"params": [matrix(4)], "use_muon": False}],
+                   adamw_betas=(0.5, 0.5))
+    groups = [{"params": [matrix()], "beta2": 0.75}, {"params": [matrix()], "rule": "muon"},
+              {"params": [matrix(4)], "use_muon": False}]
+    normuon = optimizer.NorMuon(groups, beta2=0.5)
+    assert [group["beta2"] for group in optimizer.NorMuon(normuon.param_groups).param_groups] == [0.75, 0.5, 0.5]
+    saved = normuon.state_dict()
+    saved["param_groups"][1] |= {"fraction": 0.5, "betas": (0.5, 0.5)}
+    loaded = optimizer.NorMuon(copy.deepcopy(groups))
+    loaded.load_state_dict(saved)
+    for opt in (loaded, copy.deepcopy(loaded)):
+        opt.param_groups[1]["initial_lr"] = 0.1
+        for group in opt.param_groups:
+            group["params"][0].grad = torch.ones_like(group["params"][0])
+        opt.step()
+        assert opt.param_groups[1]["fraction"] == 0.5
+
+
 def test_an_argument_in_a_state_dict_is_named_and_dropped(optimizer):
     params, opt = live()
     saved = opt.state_dict()
@@ -213,7 +266,8 @@ def test_an_argument_in_a_state_dict_is_named_and_dropped(optimizer):
 def test_groups_of_torchs_adamw(optimizer):
     theirs = torch.optim.AdamW([{"params": [matrix()]}, {"params": [matrix(3)]}], lr=0.01, betas=(0.8, 0.9))
     groups = [{**group, "use_muon": group["params"][0].ndim == 2} for group in theirs.param_groups]
-    assert optimizer.Muon(groups).param_groups[1]["betas"] == (0.8, 0.9)
+    with pytest.warns(UserWarning, match="group 0 .*betas=.*rule 'muon' does not read"):
+        assert optimizer.Muon(groups).param_groups[1]["betas"] == (0.8, 0.9)
 
 
 @pytest.mark.parametrize(("extra", "use_muon"), [({"algorithm": "adamw"}, True), ({"kind": "AdamW"}, True),

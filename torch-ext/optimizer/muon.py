@@ -278,13 +278,12 @@ class Muon(MetricsMethods):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
-        momentum = param_group.get("momentum")
+        given = dict(param_group)
         count = len(self.param_groups)
         self._backward_overlap.raise_if_started("add_param_group")
         with in_group(count, param_group):
             param_group = self._own_process_groups.take_key(param_group, self._options)
-        if validation.is_adamw(param_group):
-            with in_group(count, param_group):
+            if validation.is_adamw(param_group):
                 check.adopt_elementwise(param_group, self._adamw)
         members = (
             validation.Members(self.param_groups) if self._has_all_groups else self._first_members
@@ -295,7 +294,7 @@ class Muon(MetricsMethods):
                 super().add_param_group(param_group)
                 self._read_rule_and_splits(self.param_groups[-1])
                 members.add(self.param_groups[-1])
-                self._check_new(self.param_groups[-1], momentum, members.first)
+                self._check_new(self.param_groups[-1], given.get("momentum"), members.first)
             if self._has_all_groups:
                 check_memory(self.param_groups)
         except Exception:
@@ -305,10 +304,10 @@ class Muon(MetricsMethods):
         # Else once, at the end of `__init__`
         if self._has_all_groups:
             self._init_groups()
-        self._live_keys.accept(self.param_groups[count:])
         if self._bound.all_jobs:
             self._why_unbound = "after add_param_group(), which drops the plan"
         self._drop_plans()
+        self._live_keys.add(count, self.param_groups[count], given, self._written())
 
     def _read_rule_and_splits(self, group: dict) -> None:
         """Give a new group the name and the options of its rule, and its own `split`, with the
@@ -335,8 +334,11 @@ class Muon(MetricsMethods):
 
     def _arguments(self) -> dict[str, object]:
         """{name: value} of the arguments that no group can change."""
-        of_adamw = {f"adamw_{key}": value for key, value in self._adamw.items()}
-        return {**vars(self._options), **of_adamw}
+        return vars(self._options) | {f"adamw_{key}": value for key, value in self._adamw.items()}
+
+    def _written(self) -> dict[str, object]:
+        """{key: value} of what the optimizer itself writes into groups."""
+        return {**self._adamw, **self._rule_options, **self.defaults}
 
     def _check_new(self, group: dict, momentum: object, first: tuple | None) -> None:
         """Raise ValueError or NotImplementedError for a new group. `momentum`: as given by the
@@ -455,7 +457,7 @@ class Muon(MetricsMethods):
     def _read_groups(self) -> None:
         """Check and follow what was written into groups; ValueError names the group."""
         validation.check_scheduled_values(self.param_groups)
-        self._live_keys.check(self.param_groups, self._extra_keys, self._arguments)
+        self._live_keys.check(self.param_groups, self._extra_keys, self._arguments, self._written)
         self._beta1.follow(self.param_groups)
 
     def _count_skipped(self, nonfinite: NonfiniteFlags, may_raise: bool) -> None:

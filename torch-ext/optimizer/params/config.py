@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .checks.group_keys import ALIASES
+from .checks.rule_options import owners_in_words, owners_of_options
 from .errors import shortened
 
 NONFINITE = ("propagate", "skip", "raise")  # allowed values of `nonfinite`
@@ -34,6 +35,8 @@ def _meant(argument: str, parameters: Mapping[str, inspect.Parameter]) -> str:
         return "pass it to get_default_muon_param_groups"
     if argument in OF_NORMUON:
         return "it is an option of NorMuon"
+    if True in owners_of_options().get(argument, ()):
+        return f"it is an option {owners_in_words(argument, True)}: pass the rule beside it"
     low = argument.lower()
     known = [name for name in parameters if name not in ("self", "params")]
     name = OTHER_NAMES.get(low)

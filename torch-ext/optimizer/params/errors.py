@@ -62,6 +62,12 @@ def names_of(params: Iterable[torch.Tensor], groups: Iterable[dict]) -> list[str
 def in_group(number: int, group: dict) -> contextlib.AbstractContextManager[None]:
     """A context manager that prefixes errors raised inside with "in group <number> (<name of the
     first parameter>, ...)".
+    """
+    return during(label_of(number, group))
+
+
+def label_of(number: int, group: dict) -> str:
+    """A group for messages: "group <number> (<name of the first parameter>, ...)".
 
     `group` may come unchecked from the user: entries of "params" may be pairs (name, parameter).
     """
@@ -71,7 +77,7 @@ def in_group(number: int, group: dict) -> contextlib.AbstractContextManager[None
         named = isinstance(entries[0], tuple) and entries[0] and isinstance(entries[0][0], str)
         name = shortened(entries[0][0]) if named else name_of(group, 0)
         first = f" ({name}{', ...' if len(entries) > 1 else ''})"
-    return during(f"group {number}{first}")
+    return f"group {number}{first}"
 
 
 def fsdp_names() -> dict[int, str]:

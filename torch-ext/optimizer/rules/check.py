@@ -235,6 +235,7 @@ WAYS_OUT = {
 READ_INSIDE = {
     **dict.fromkeys(("_linalg_svd", "_linalg_eigh", "linalg_eig", "_linalg_eigvals"), VERIFIES),
     **dict.fromkeys(("linalg_eigvals", "linalg_pinv", "linalg_lstsq", "cholesky"), VERIFIES),
+    "linalg_matrix_sqrt": VERIFIES,  # of torch after 2.13
     "linalg_matrix_exp": READS,
 }
 TO_NUMPY = torch.Tensor.numpy, torch.Tensor.__array__

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import repeat
 
 from ...rules.elementwise import DTYPE_KEY
-from ..errors import in_group, shortened, warn_caller
+from ..errors import in_group, label_of, shortened, warn_caller
 from .group_keys import is_same
+from .rule_options import unread_options
 
 # Keys of groups of torch's AdamW, and of groups with use_muon=False
 USUAL = "capturable", DTYPE_KEY
@@ -24,7 +25,7 @@ class LiveKeys:
     """
 
     def __init__(self, check_keys: Callable[..., None], refused: Collection[str]) -> None:
-        """Know no group; call `accept` with new ones. `check_keys` and `refused`: that
+        """Know no group; call `add` with new ones. `check_keys` and `refused`: that
         function and CHANGED of validation.py, which imports from this folder.
         """
         self._check_keys = check_keys
@@ -35,10 +36,22 @@ class LiveKeys:
         self._known: dict[int, tuple] = {}
         self._fixed: list[str] = []  # fixed keys that some group has
         self._values: list = []  # of `_fixed` and "use_muon", by key and group
+        self._warned: set[str] = set()  # options of other rules, of which a warning has told
+
+    def add(
+        self, number: int, group: dict, given: Collection[str], written: Mapping[str, object]
+    ) -> None:
+        """Accept a new group, which construction has checked, and warn of options of other rules.
+        `given`: the keys that the user gave. `written`: as in `unread_options`.
+        """
+        self.accept([group])
+        # All keys are given of a group that another optimizer of this class has made
+        known = given if group.keys() <= set(given) else ()
+        self._warn_of_unread(number, group, known, written)
 
     def accept(self, groups: Sequence[dict]) -> None:
-        """Accept all keys of new or loaded groups: construction has checked them, and state dicts
-        may have keys of other tools. Of these keys the next check checks fixed ones only.
+        """Accept all keys of new, loaded or copied groups: state dicts may have keys of other
+        tools. Of these keys the next check checks fixed ones only.
         """
         self._keys = None
         self._known.update(zip(map(id, groups), map(tuple, groups)))
@@ -48,10 +61,11 @@ class LiveKeys:
         groups: Sequence[dict],
         extra_keys: Collection[str],
         arguments: Callable[[], Mapping[str, object]],
+        written: Callable[[], Mapping[str, object]],
     ) -> None:
         """Raise ValueError, with group and key, for a key without effect where the user probably
-        expects an effect. `extra_keys`, `arguments`: as in `check_keys`; `arguments` is called
-        after changes only.
+        expects an effect; warn of options of other rules. `extra_keys`, `arguments`: as in
+        `check_keys`; `written`: as in `unread_options`. Both are called after changes only.
         """
         keys = list(map(tuple, groups))
         # Identity: a comparison of arrays has no truth value
@@ -63,13 +77,28 @@ class LiveKeys:
         # Of a group whose dict was replaced, the keys of any group are known
         anywhere = set().union(*self._known.values())
         for number, group in enumerate(groups):
+            known = self._known.get(id(group), anywhere)
             with in_group(number, group):
-                self._check_keys(group, extra_keys, given, self._known.get(id(group), anywhere))
+                self._check_keys(group, extra_keys, given, known)
+            self._warn_of_unread(number, group, known, written())
         self._keys = keys
         self._known = dict(zip(map(id, groups), keys))
         present = set().union(*keys)
         self._fixed = [key for key in (*given, *self._refused) if key in present]
         self._values = self._values_of(groups)
+
+    def _warn_of_unread(
+        self, number: int, group: dict, known: Collection[str], written: Mapping[str, object]
+    ) -> None:
+        """Warn of each option of another rule, once for each key: other groups may have it, too."""
+        for key, own, owners in unread_options(group, known, written):
+            if key not in self._warned:
+                self._warned.add(key)
+                warn_caller(
+                    f"{label_of(number, group)} has {key}={shortened(repr(group[key]))}, which its "
+                    f"rule {own!r} does not read: it is an option {owners}. Set the rule of the "
+                    "group, or remove the key"
+                )
 
     def _values_of(self, groups: Sequence[dict]) -> list:
         """The values of `_fixed`, and of "use_muon", which decides what is a key of a group."""

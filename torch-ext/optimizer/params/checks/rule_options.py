@@ -1,11 +1,16 @@
-"""Check of the rule of a group with the options of the optimizer."""
+"""Checks of the rule of a group: with the options of the optimizer, and with options of other rules
+in the group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ...rules.rule import overrides, reads_gradients, rule_of
+from ...rules.elementwise import ELEMENTWISE, elementwise_of
+from ...rules.rule import RULES, overrides, reads_gradients, rule_of
+from .group_keys import is_same
 
 
 def check_rule_with_options(
@@ -39,3 +44,55 @@ def check_rule_with_options(
             "with state_at_owners=True only the owner of a matrix has the state: leave the option "
             "out, or use another rule"
         )
+
+
+@functools.cache
+def owners_of_options() -> dict[str, dict[bool, dict[str, object]]]:
+    """{option: {use_muon of groups: {name of a built-in rule with the option: default}}}.
+
+    Without options of rules of the user's own, whose names may be those of keys of other tools.
+    """
+    found: dict[str, dict[bool, dict[str, object]]] = {}
+    # Only built-in rules of matrices are fused: `check_rule` refuses others
+    built_in = {name: rule for name, rule in RULES.items() if rule.fused}
+    for use_muon, rules in ((True, built_in), (False, ELEMENTWISE)):
+        for name, rule in rules.items():
+            for key, default in rule.options.items():
+                found.setdefault(key, {}).setdefault(use_muon, {})[name] = default
+    return found
+
+
+def owners_in_words(key: str, use_muon: bool) -> str:
+    """The built-in rules with the option `key`, for messages about groups with this `use_muon`."""
+    words = []
+    for kind, owners in owners_of_options()[key].items():
+        names = f"of {', '.join(map(repr, sorted(owners)))}"
+        words.append(names if kind == use_muon else f"{names} with use_muon={kind}")
+    return ", and ".join(words)
+
+
+def unread_options(
+    group: Mapping[str, Any], known: Collection[str], written: Mapping[str, object]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, the group's rule, rules with the key in words) for each option of a built-in rule
+    that the group has and its own rule does not read.
+
+    Not of keys in `known`, nor of defaults: of the rule that has the option, and `written`, the
+    values that the optimizer itself writes into groups.
+    """
+    use_muon = bool(group["use_muon"])
+    if group.get("rule") and group["rule"] not in (RULES if use_muon else ELEMENTWISE):
+        return  # a wrong rule of a live group is refused later
+    rule = rule_of(group) if use_muon else elementwise_of(group)
+    own = group.get("rule") or rule.name
+    # Newton-Schulz reads `eps`
+    read = {*rule.options, *(("eps",) if use_muon else ())}
+    owners = owners_of_options()
+    for key in [key for key in group if key in owners and key not in read and key not in known]:
+        # As in JSON
+        value = tuple(group[key]) if isinstance(group[key], list) else group[key]
+        defaults = [value for by_name in owners[key].values() for value in by_name.values()]
+        if key in written:
+            defaults.append(written[key])
+        if not any(is_same(value, default) for default in defaults):
+            yield key, own, owners_in_words(key, use_muon)
