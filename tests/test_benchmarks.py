@@ -398,6 +398,7 @@ def test_lines_of_measured_tables_end_alike():
     ("step", ["--ranks", "1", "4"], "--ranks 4: each of them takes a GPU, and here are 2"),
     ("train", ["--ranks", "3"], "here are 2"), ("wire", ["--ranks", "3"], "here are 2"),
     ("convergence", ["--path", "dion=.", "timm=."], "--path timm=...: there is no such package here"),
+    ("convergence", ["--data", "2"], "name the text of --data 2 by --corpus"),
     ("soak", ["--ranks", "4", "--run", "graph"], "needs a GPU for each of 4 ranks"),
     ("soak", ["--ranks", "6", "--mode", "ddp", "hsdp4"], "--mode hsdp4 needs another number of ranks than 6")])
 def test_what_cannot_be_measured_is_said_at_once(script, arguments, message, optimizer, monkeypatch, capsys):
@@ -804,6 +805,10 @@ def test_variants_with_equal_weights_multiply_equal_numbers(optimizer, tmp_path,
     module = load("train_parts", monkeypatch)
     lines = module.summary([module.numbers(row) for row in rows.values()])
     assert lines == text.splitlines()[-len(rows):] and "outside less AdamW's: +0.00" in "\n".join(lines)
+    known = [{"when": "turn", "turn": turn, "variant": name, "outside_ms": ms, "forward_ms": ms, "backward_ms": ms}
+             for name, times in {"muon": (4, 6, 8), "adamw": (3, 4, 5)}.items() for turn, ms in enumerate(times)]
+    assert module.differences(known)[0] == "muon less adamw, outside_ms: +2.00 +- 2.48 (+1.00, +2.00, +3.00)"
+    assert len(module.differences(known)) == 3 and module.differences(known[:4])[0].endswith(": +1.00 (+1.00)")
     with pytest.raises(argparse.ArgumentTypeError, match="name the @WEIGHTS"):
         module.Variant.of("none")
 
@@ -878,7 +883,7 @@ def test_convergence_goes_on_where_it_ended(optimizer, tmp_path, monkeypatch):
     """A call that ends after four runs, and another one: rows are trained once."""
     out = tmp_path / "convergence.csv"
     common = ("convergence.py", "--size", "tiny", "--steps", 2, "--eager", "--optimizers", "muon", "--data",
-              FOLDER.parent / "tests", "--out", out)
+              FOLDER.parent / "tests", "--corpus", "tests", "--out", out)
     run(*common, "--runs", 4)
     with open(out, newline="") as file:
         first = list(csv.DictReader(file))
