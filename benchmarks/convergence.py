@@ -124,11 +124,12 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="30m")
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--size", choices=SIZES, default="30m", help="of the model (default: %(default)s)")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS), metavar="NAME",
+                        help=f"{', '.join(OPTIMIZERS)} (default: all)")
     parser.add_argument("--steps", type=int, default=None, help="in place of the size's own number")
     parser.add_argument("--data", default=None, help="folder whose *.py files are the text (default: Python's library)")
-    parser.add_argument("--corpus", default="stdlib", help="name of the text, for the rows")
+    parser.add_argument("--corpus", default=None, help="name of the text, for the rows (without --data: stdlib)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run that would end later")
     parser.add_argument("--runs", type=int, default=None, help="end after this number of runs")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
@@ -146,6 +147,10 @@ def arguments() -> argparse.Namespace:
     lines = options.queue.read_text().splitlines() if options.queue else [""]
     lines = [line for line in lines if line.strip()] if options.queue else lines
     options.parts = [parser.parse_args(shlex.split(line, comments=True), copy.copy(options)) for line in lines]
+    for part in options.parts:
+        if part.data and not part.corpus:
+            parser.error(f"name the text of --data {part.data} by --corpus")
+        part.corpus = part.corpus or "stdlib"
     return options
 
 

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib
 import io
+import types
 from importlib import metadata
 
 import torch
@@ -181,6 +182,20 @@ def linalg_polar(steps):
 
 POLAR = {"torch.compile": torch_compile, "gns": gns, "dion": dion, "muonium": muonium, "flash_muon": flash_muon,
          "emerging_optimizers": emerging_optimizers, "torch.linalg.polar": linalg_polar}
+
+MISSING = ("ImportError", "ModuleNotFoundError")  # notes of rows of packages that are not installed
+
+
+def is_missing(name: str) -> bool:
+    """Whether a package of POLAR cannot be imported; False for an unknown one."""
+    try:
+        POLAR[name](types.SimpleNamespace(triples=((1.5, -0.5, 0.0),)))
+    except ImportError:
+        return True
+    except Exception:  # it is told when it is measured
+        return False
+    return False
+
 
 # Kernels that Triton's autotuner compiles with many configurations: (module, names of kernels). Those of muonium are
 # tuned by torch.compile, which compiles them side by side by itself.

@@ -31,12 +31,16 @@ def times(axes, rows, gpu) -> bool:
                 commits[shape(row)] = row["commit"]
     ours = {s: ms["ours"][s, commit] for s, commit in commits.items()}
     order = sorted(ours, key=lambda s: (min(s[1:]), max(s[1:]), s))
-    for name in ms.keys() - {"ours"}:
+    for name in sorted(ms.keys() - {"ours"}):
         found = {s: ms[name].get((s, commit)) for s, commit in commits.items()}
         points = [(at, found[s] / ours[s]) for at, s in enumerate(order) if found[s]]
         axes.plot(*zip(*points), "o", markersize=4, label=name, color=COLOURS.get(name)) if points else None
     axes.axhline(1, color=COLOURS["ours"], label="ours")
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    ticks = [tick for tick in (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32) if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     labels = ["{} x {} x {}: {:.3g} ms".format(*s, ours[s]) for s in order]
     axes.set_xticks(range(len(order)), labels, rotation=90, fontsize=6)
     axes.set(ylabel="time / ours", title=f"orthogonalize, bf16, five steps, {gpu}")

@@ -12,7 +12,8 @@ polynomials in fp64, relative, in the Frobenius norm; that of torch.linalg.polar
 polynomials are from the polar factor. memory_mib is the most memory that a call takes beyond its input, the result
 included.
 
-A stack and schedule that --out has rows of, of all packages at this commit on this kind of GPU, is not measured again.
+A stack and schedule that --out has rows of, of all packages at this commit on this kind of GPU, is not measured again,
+unless a package that was missing can be imported now. Rows of --eager and of graphs count apart.
 --docs reads benchmarks/results/polar_page.csv, and the older rows in polar.csv (five steps) and schedules.csv.
 """
 
@@ -70,12 +71,19 @@ def main() -> None:
 
 def not_measured(options: argparse.Namespace) -> list[tuple]:
     """The (stack, (set, steps)) of which the table lacks a row of some package at this commit on this kind of GPU."""
-    known, about = set(), {"commit": options.commit, "gpu": gpu()}
+    known, about = set(), {"commit": options.commit, "gpu": gpu(), "run": run_of(options)}
+    missing = functools.cache(peers.is_missing)
     for row in read(options.out) if options.out.exists() else []:
-        if all(row[key] == value for key, value in about.items()):
-            known.add((*(int(row[key]) for key in ("n", "rows", "cols", "steps")), row["set"], row["implementation"]))
+        name, was_missing = row["implementation"], row["note"] in peers.MISSING
+        if all(row[key] == value for key, value in about.items()) and (not was_missing or missing(name)):
+            known.add((*(int(row[key]) for key in ("n", "rows", "cols", "steps")), row["set"], name))
     return [(shape, (name, count)) for shape, (name, count) in itertools.product(options.stacks, options.schedules)
             if any((*shape, count, name, peer) not in known for peer in ("ours", *options.peers))]
+
+
+def run_of(options: argparse.Namespace) -> str:
+    """What is timed: a graph of one call, or calls."""
+    return "graph" if polar.DEVICE == "cuda" and not options.eager else "eager"
 
 
 def gpu() -> str:
@@ -131,8 +139,7 @@ def measure(package: Package, shape: tuple[int, int, int], name: str, count: int
     torch._dynamo.reset()
     steps, X = package.steps(name, count), torch.randn(shape, device=polar.DEVICE, dtype=torch.bfloat16)
     exact, memory = polar.composed(X[-1], steps), {}
-    runs = ("graph",) if polar.DEVICE == "cuda" and not options.eager else ("eager",)
-    contest = polar.Contest(X.normal_, options, runs)
+    contest = polar.Contest(X.normal_, options, (run_of(options),))
     for maker, make in makers(package, steps, name, count, options).items():
         hold(options.pause)
         contest.enter(maker, functools.partial(with_memory, make, X, memory, maker), lambda f: lambda: f(X),
@@ -222,7 +229,7 @@ def compile_all(rank: int, tasks: list[tuple], options: argparse.Namespace) -> N
 
 
 def known_rows(results: Path) -> list[dict[str, str]]:
-    """The timed rows of all packages: graphs on GPUs, dated, in the order of the tables."""
+    """The timed rows of all packages on GPUs, dated, in the order of the tables."""
     found, dated = [], dates()
     for row in read(results / "polar.csv"):
         if not row["spectrum"] and row["algorithm"] not in ("product", "matmul"):
@@ -231,7 +238,7 @@ def known_rows(results: Path) -> list[dict[str, str]]:
     if (results / "polar_page.csv").exists():
         found += read(results / "polar_page.csv")
     return [row | {"date": row.get("date") or dated.get(row["commit"], ""), "memory_mib": row.get("memory_mib", "")}
-            for row in found if row["median_ms"] and row["run"] == "graph"]
+            for row in found if row["median_ms"] and row["gpu"] != "CPU"]
 
 
 def page(rows: list[dict[str, str]]) -> dict[str, list[str]]:
@@ -243,7 +250,7 @@ def page(rows: list[dict[str, str]]) -> dict[str, list[str]]:
     ours = {}
     for row in rows:
         stack = tuple(int(row[key]) for key in ("n", "rows", "cols"))
-        key, about = (row["gpu"], int(row["steps"]), row["set"]), (row["commit"], row["date"])
+        key, about = (row["gpu"], int(row["steps"]), row["set"]), (row["commit"], row["date"], row["run"])
         if row["implementation"] == "ours":  # above those that took turns with it
             ours[key, about, stack] = row
         elif (key, about, stack) in ours:
@@ -253,8 +260,8 @@ def page(rows: list[dict[str, str]]) -> dict[str, list[str]]:
     for key, packages in sorted(by_commit.items()):
         for peer in peers.POLAR:
             pairs = packages.get(peer, {})
-            # Most stacks, then the newest: rows of some stacks do not displace those of all
-            about = max(pairs, key=lambda about: (len(pairs[about]), about[1]), default=None)
+            # Graphs before calls; most stacks, then the newest: rows of some stacks do not displace those of all
+            about = max(pairs, key=lambda about: (about[2] == "graph", len(pairs[about]), about[1]), default=None)
             if about:
                 lines.append(line(key, peer, about, list(pairs[about].values())))
             elif (key[2], key[1]) in PUBLISHED:
@@ -263,8 +270,8 @@ def page(rows: list[dict[str, str]]) -> dict[str, list[str]]:
     return {"table": lines, "missing rows": missing or ["None."]}
 
 
-def line(key: tuple, peer: str, about: tuple[str, str], pairs: list[tuple[dict, dict]]) -> str:
-    """One line of the table: a package beside ours at one commit."""
+def line(key: tuple, peer: str, about: tuple[str, str, str], pairs: list[tuple[dict, dict]]) -> str:
+    """One line of the table: a package beside ours at one commit. `about`: commit, date, and what was timed."""
     ratios = [float(row["median_ms"]) / float(ours["median_ms"]) for ours, row in pairs]
     memory = [float(row["memory_mib"]) / float(ours["memory_mib"]) for ours, row in pairs
               if float(row["memory_mib"] or 0) and float(ours["memory_mib"] or 0)]
@@ -272,7 +279,8 @@ def line(key: tuple, peer: str, about: tuple[str, str], pairs: list[tuple[dict, 
     version = pairs[-1][1]["version"]
     slower = sum(ratio < 0.99 for ratio in ratios)
     cells = (about[1], key[0].replace("NVIDIA ", "").replace(" 80GB HBM3", ""), f"{key[1]}, {key[2]}",
-             f"{peer}{f' ({version})' if version else ''}", str(len(pairs)), f"{geometric_mean(ratios):.2f}",
+             f"{peer}{f' ({version})' if version else ''}{', called' * (about[2] != 'graph')}", str(len(pairs)),
+             f"{geometric_mean(ratios):.2f}",
              f"{min(ratios):.2f}, {max(ratios):.2f}", str(slower), f"{errors[1]:.1e}, {errors[0]:.1e}",
              f"{geometric_mean(memory):.2f}" if memory else "", about[0])
     return f"| {' | '.join(cells)} |"

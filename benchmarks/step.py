@@ -81,7 +81,10 @@ FORMS = {  # options of Muon
     "muon_bias_corrected": {"momentum_form": "bias_corrected"}, "muon_stochastic": {"rounding": "stochastic"},
     "muon_split16": {"master_weights": "split16"}, "muon_qk_clip": {}, "muon_averages_int8": {},
     **{f"{rule}_at_owners": {"rule": rule, "state_at_owners": True} for rule in AT_OWNERS.values()},
-    **{rule: {"rule": rule} for rule in RULES}, **dict.fromkeys(IN_8_BITS, {"state_dtype": torch.int8}),
+    **{rule: {"rule": rule} for rule in RULES},
+    # Each rank of 1, 2, 4 or 8 selects from whole blocks, so only selected rows travel
+    "dion2_blocks8": {"rule": "dion2", "select": "row", "blocks": 8}, "dion3_blocks8": {"rule": "dion3", "blocks": 8},
+    **dict.fromkeys(IN_8_BITS, {"state_dtype": torch.int8}),
     **dict.fromkeys(ON_HOST, {"offload_state": True})}
 # More state than momentum in fp32, or in another form
 WITH_OTHER_STATE = (*IN_8_BITS, *ON_HOST, "muon_split16", "muon_initial", "muon_sum")

@@ -22,7 +22,7 @@ outside_ms is a step less `step()` and less what +idle and +products add. Clocks
 clock held down by the power limit ("capped") are means over the ranks, of forward and backward; mhz_low is the slowest
 rank's; joules are of a whole step. NVML's watts are means over the last second, so they include other phases and, in
 short blocks, the variant before; joules / step_ms is a block's power in kW. Without NVML all these columns are empty.
-`--summary` prints the medians of a table and measures nothing.
+`--summary` prints the medians of a table, and differences between variants turn by turn. It measures nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from clocks import Clocks
+from convergence_table import STUDENT_T, half_width
 from rows import add_output, append, read
 from step import OTHER_WORK, device_name, export, join, leave, on_ranks, profiled, synchronize
 from train import PHASES, Training, add_training, checked, make_optimizer
@@ -50,6 +51,9 @@ ALSO = ("", "idle", "products", "pageable")
 VARIANTS = ("adamw muon adamw@adamw muon@adamw adamw@muon muon@muon none@muon adamw+idle@muon adamw+products@muon "
             "muon+pageable@muon").split()
 CALIBRATION = 20_000_000  # cycles
+PAIRS = (("muon", "adamw"), ("muon@muon", "adamw@adamw"), ("adamw@muon", "adamw@adamw"), ("muon@muon", "muon@adamw"),
+         ("muon@adamw", "adamw@adamw"), ("muon@muon", "adamw@muon"), ("adamw+products@muon", "adamw@muon"),
+         ("adamw+idle@muon", "adamw@muon"), ("none@muon", "adamw@muon"), ("muon+pageable@muon", "muon@muon"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class Variant:
 def main() -> None:
     options = arguments()
     if options.summary:
-        print("\n".join(summary([numbers(row) for row in read(options.summary)])))
+        rows = [numbers(row) for row in read(options.summary)]
+        print("\n".join([*summary(rows), *differences(rows)]))
         return
     on_ranks(worker, options, options.ranks)
 
@@ -317,6 +322,25 @@ def summary(rows) -> list[str]:
         gaps = [row["outside_ms"] - base[turn]["outside_ms"] for turn, row in mine.items() if turn in base]
         told = f"; outside less AdamW's: {', '.join(f'{gap:+.2f}' for gap in gaps)}" if gaps else ""
         lines.append(f"{variant[0]} ({variant[1]}): {text}{told}")
+    return lines
+
+
+def differences(rows) -> list[str]:
+    """A line for each of PAIRS with turns in common, and each of outside_ms, forward_ms and backward_ms: the mean
+    difference, its 95 % interval by a paired t-test with three to five turns, and the difference of each turn, in ms.
+    """
+    turns = {}
+    for row in rows:
+        if row["when"] == "turn":
+            turns.setdefault(row["variant"], {})[row["turn"]] = row
+    lines = []
+    for first, second in PAIRS:
+        mine, other = turns.get(first, {}), turns.get(second, {})
+        for key in ("outside_ms", "forward_ms", "backward_ms"):
+            if gaps := [mine[turn][key] - other[turn][key] for turn in sorted(mine.keys() & other.keys())]:
+                half = f" +- {half_width(gaps):.2f}" if len(gaps) in STUDENT_T else ""
+                each = ", ".join(f"{gap:+.2f}" for gap in gaps)
+                lines.append(f"{first} less {second}, {key}: {statistics.mean(gaps):+.2f}{half} ({each})")
     return lines
 
 

@@ -175,7 +175,8 @@ def test_rows_of_the_page_of_polar_factors(tmp_path):
 
 def test_the_table_of_polar_factors_takes_the_commit_with_most_stacks(monkeypatch):
     page = load("polar_page", monkeypatch)
-    row = {"gpu": "NVIDIA H100 80GB HBM3", "set": "qwen3_8", "steps": "8", "version": "", "cols": "8", "n": "1"}
+    row = {"gpu": "NVIDIA H100 80GB HBM3", "set": "qwen3_8", "steps": "8", "version": "", "cols": "8", "n": "1",
+           "run": "graph"}
 
     def timed(commit, date, name, rows, ms, error, memory=""):
         return row | {"commit": commit, "date": date, "implementation": name, "rows": rows, "median_ms": ms,
@@ -185,6 +186,11 @@ def test_the_table_of_polar_factors_takes_the_commit_with_most_stacks(monkeypatc
         ("ours", "4", "1", "1e-3"), ("ours", "8", "2", "3e-3"), ("dion", "4", "4", "0.1"), ("dion", "8", "2", "0.3"))]
     rows += [timed("new", "2026-01-02", name, "4", ms, error, memory) for name, ms, error, memory in (
         ("ours", "1", "1e-3", "2"), ("gns", "0.9", "2e-3", "3"), ("dion", "9", "0.1", "3"))]
+    called = [timed("new", "2026-01-02", name, "4", ms, "1e-3") | {"run": "eager"}  # calls count where no graph is
+              for name, ms in (("ours", "2"), ("dion", "1"), ("muonium", "5"))]
+    found = page.page(rows + called)
+    assert found["table"][4] == (
+        "| 2026-01-02 | H100 | 8, qwen3_8 | muonium, called | 1 | 2.50 | 2.50, 2.50 | 0 | 1.0e-03, 1.0e-03 |  | new |")
     found = page.page(rows)
     assert found["table"][2:] == [
         "| 2026-01-02 | H100 | 8, qwen3_8 | gns | 1 | 0.90 | 0.90, 0.90 | 1 | 2.0e-03, 1.0e-03 | 1.50 | new |",
@@ -200,7 +206,8 @@ def factors(optimizer, tmp_path, monkeypatch):
     page, out = load("polar_page", monkeypatch), tmp_path / "page.csv"
     ours = part("newton_schulz.orthogonalize")  # the script replaces its restart_interval, and does not put it back
     monkeypatch.setattr(ours, "restart_interval", ours.restart_interval)
-    monkeypatch.setattr(page.peers, "POLAR", {"whole": lambda steps: lambda X: X, "none": lambda steps: 1 / 0})
+    monkeypatch.setattr(page.peers, "POLAR", {"whole": lambda steps: lambda X: X, "none": lambda steps: 1 / 0,
+                                              "absent": lambda steps: importlib.import_module("no_such_package")})
 
     def measured(*arguments):
         monkeypatch.setattr(sys, "argv", ["polar_page.py", "--stacks", "2x8x12", "2x8x8", "--schedules",
@@ -215,16 +222,19 @@ def factors(optimizer, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
 def test_stacks_with_rows_are_not_measured_again(factors, capsys):
-    _, measured = factors
+    page, measured = factors
     assert measured("--seconds", 0) == [] and "[(2, 8, 12, 5), (2, 8, 8, 5)]" in capsys.readouterr().out
     first = measured("--stacks", "2x8x12", "--peers", "none")
     assert first == [("ours", "12", ""), ("none", "12", "ZeroDivisionError")]
     assert "none (2, 8, 12): ZeroDivisionError" in capsys.readouterr().out
     measured("--stacks", "2x8x12", "--peers", "none")
-    rows = measured()
+    rows, names = measured(), ("ours", *page.peers.POLAR)
     assert rows[:2] == first and [row[:2] for row in rows[2:]] == [
-        (name, cols) for cols in ("12", "8") for name in ("ours", "whole", "none")]
-    assert measured() == rows and len(measured("--commit", "other")) == len(rows) + 6
+        (name, cols) for cols in ("12", "8") for name in names]
+    assert measured() == rows and len(measured("--commit", "other")) == len(rows) + 8
+    page.peers.POLAR["absent"] = lambda steps: lambda X: X  # now it is installed
+    assert measured("--stacks", "2x8x8")[-1] == ("absent", "8", "")
+    assert len(measured("--stacks", "2x8x8")) == len(rows) + 12
 
 
 def test_nothing_is_measured_while_a_file_exists(tmp_path, monkeypatch):
@@ -388,6 +398,7 @@ def test_lines_of_measured_tables_end_alike():
     ("step", ["--ranks", "1", "4"], "--ranks 4: each of them takes a GPU, and here are 2"),
     ("train", ["--ranks", "3"], "here are 2"), ("wire", ["--ranks", "3"], "here are 2"),
     ("convergence", ["--path", "dion=.", "timm=."], "--path timm=...: there is no such package here"),
+    ("convergence", ["--data", "2"], "name the text of --data 2 by --corpus"),
     ("soak", ["--ranks", "4", "--run", "graph"], "needs a GPU for each of 4 ranks"),
     ("soak", ["--ranks", "6", "--mode", "ddp", "hsdp4"], "--mode hsdp4 needs another number of ranks than 6")])
 def test_what_cannot_be_measured_is_said_at_once(script, arguments, message, optimizer, monkeypatch, capsys):
@@ -794,6 +805,10 @@ def test_variants_with_equal_weights_multiply_equal_numbers(optimizer, tmp_path,
     module = load("train_parts", monkeypatch)
     lines = module.summary([module.numbers(row) for row in rows.values()])
     assert lines == text.splitlines()[-len(rows):] and "outside less AdamW's: +0.00" in "\n".join(lines)
+    known = [{"when": "turn", "turn": turn, "variant": name, "outside_ms": ms, "forward_ms": ms, "backward_ms": ms}
+             for name, times in {"muon": (4, 6, 8), "adamw": (3, 4, 5)}.items() for turn, ms in enumerate(times)]
+    assert module.differences(known)[0] == "muon less adamw, outside_ms: +2.00 +- 2.48 (+1.00, +2.00, +3.00)"
+    assert len(module.differences(known)) == 3 and module.differences(known[:4])[0].endswith(": +1.00 (+1.00)")
     with pytest.raises(argparse.ArgumentTypeError, match="name the @WEIGHTS"):
         module.Variant.of("none")
 
@@ -868,7 +883,7 @@ def test_convergence_goes_on_where_it_ended(optimizer, tmp_path, monkeypatch):
     """A call that ends after four runs, and another one: rows are trained once."""
     out = tmp_path / "convergence.csv"
     common = ("convergence.py", "--size", "tiny", "--steps", 2, "--eager", "--optimizers", "muon", "--data",
-              FOLDER.parent / "tests", "--out", out)
+              FOLDER.parent / "tests", "--corpus", "tests", "--out", out)
     run(*common, "--runs", 4)
     with open(out, newline="") as file:
         first = list(csv.DictReader(file))
