@@ -97,15 +97,40 @@ def times_of(rows: list[dict[str, str]]) -> tuple[str, str, str]:
     return f"{whole:.2f}", f"{own:.2f}", f"{memory:.0f}"
 
 
-def shown_rate(rows: list[dict[str, str]], best: list[dict[str, str]]) -> str:
-    """The best rate of matrices, and whether it was taken from Muon, no other rate was tried, or none below or above
-    it. Of AdamW all runs count; of another optimizer, those with the rates of embeddings and head that `best` has.
+def note_of_rate(rows: list[dict[str, str]], best: list[dict[str, str]]) -> str:
+    """"" if a lower and a higher rate of matrices than that of `best` were tried, else "at the edge". Where no other
+    rate was tried: "Muon's" if it was taken from Muon, else "unswept". Of AdamW all runs count; of another optimizer,
+    those with the rates of embeddings and head that `best` has.
     """
-    alike = [row for row in rows if row["optimizer"] == best[0]["optimizer"] and (
-        row["optimizer"] == "adamw" or all(row[key] == best[0][key] for key in RATES[1:]))]
+    name = best[0]["optimizer"]
+    alike = [row for row in rows if row["optimizer"] == name and (
+        name == "adamw" or all(row[key] == best[0][key] for key in RATES[1:]))]
     lr, rates = float(best[0]["lr"]), {float(row["lr"]) for row in alike}
-    alone = ", Muon's" if best[0]["optimizer"] in RATE_OF_MUON else ", unswept"
-    return f"{lr:g}" + (alone if len(rates) == 1 else "" if is_bracketed(lr, rates) else ", at the edge")
+    if len(rates) > 1:
+        return "" if is_bracketed(lr, rates) else "at the edge"
+    of_muon = best_rows(rows, "muon") if name in RATE_OF_MUON else []
+    return "Muon's" if of_muon and all(of_muon[0][key] == best[0][key] for key in RATES) else "unswept"
+
+
+def shown_rate(rows: list[dict[str, str]], best: list[dict[str, str]]) -> str:
+    """The rate of matrices of `best`, and what `note_of_rate` says."""
+    note = note_of_rate(rows, best)
+    return f"{float(best[0]['lr']):g}" + (f", {note}" if note else "")
+
+
+def rate_is_found(rows: list[dict[str, str]], name: str) -> bool:
+    """Whether the best rate of an optimizer is known: not at the edge, nor unswept. A rate of Muon's counts as found
+    once Muon's is. Without it, the lowest loss so far is no result of the optimizer. False without rows.
+    """
+    best = best_rows(rows, name)
+    note = note_of_rate(rows, best) if best else "unswept"
+    return rate_is_found(rows, "muon") if note == "Muon's" else note == ""
+
+
+def results_of(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
+    """{optimizer: its `best_rows`} of those whose best rate is found."""
+    names = dict.fromkeys(row["optimizer"] for row in rows)
+    return {name: best_rows(rows, name) for name in names if rate_is_found(rows, name)}
 
 
 def mean_curve(rows: list[dict[str, str]]) -> list[tuple[int, float]]:
@@ -125,10 +150,13 @@ def share_to_reach(curve: list[tuple[int, float]], loss: float, steps: int) -> f
 
 
 def table(rows: list[dict[str, str]]) -> list[str]:
-    """One line for each optimizer of a sweep, in the order of losses, and the comparison with torch.optim.Muon."""
+    """One line for each optimizer of a sweep, in the order of losses, and the comparison with torch.optim.Muon. Those
+    whose rate is not found are the last, and have no tokens and no difference.
+    """
     found = {name: best_rows(rows, name) for name in dict.fromkeys(row["optimizer"] for row in rows)}
     losses = {name: [float(row["heldout_loss"]) for row in best] for name, best in found.items()}
-    target = statistics.mean(losses["adamw"]) if "adamw" in losses else None
+    results = results_of(rows)
+    target = statistics.mean(losses["adamw"]) if "adamw" in results else None
     timed = {name: timed_rows(rows, best) or best for name, best in found.items()}
     common = statistics.mode(gpu for own in timed.values() for gpu in {row["gpu"]: None for row in own})
     # A line has the times of one GPU: the one that most optimizers ran on or, without rows of it, the newest row's
@@ -137,16 +165,16 @@ def table(rows: list[dict[str, str]]) -> list[str]:
     heads = ("optimizer", "lr", "seeds", "held-out loss", "spread", "tokens to AdamW's loss", "minus muon's",
              "step ms", "optimizer ms", "MiB", "GPU")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name in sorted(found, key=lambda name: statistics.mean(losses[name])):
+    for name in sorted(found, key=lambda name: (name not in results, statistics.mean(losses[name]))):
         best, spread = found[name], f"{statistics.stdev(losses[name]):.4f}" if len(losses[name]) > 1 else ""
         share = None
-        if target is not None and name != "adamw":
+        if target is not None and name in results and name != "adamw":
             share = share_to_reach(mean_curve(best), target, int(best[0]["steps"]))
         tokens = "" if share is None else f"{share * int(best[0]['tokens']) / 1e6:.1f} M, {100 * share:.0f} %"
         loss = statistics.mean(losses[name])
         shown = "diverged" if loss >= LOST else f"{loss:.4f}"
         cells = (name, shown_rate(rows, best), str(len(best)), shown, spread, tokens,
-                 beside(best, found["muon"])[1] if "muon" in found and name != "muon" else "",
+                 beside_muon(rows, name)[1] if name != "muon" else "",
                  *times_of(newest_of(timed[name], gpu_of[name])), short_name(gpu_of[name]))
         lines.append(f"| {' | '.join(cells)} |")
     others = [gpu for gpu in dict.fromkeys(gpu_of.values()) if gpu != gpu_of.get("muon")]
@@ -156,12 +184,13 @@ def table(rows: list[dict[str, str]]) -> list[str]:
 def summary(rows: list[dict[str, str]], titles: dict[str, str]) -> dict[str, str]:
     """{line: cell} of a sweep: AdamW's loss and, of each optimizer in `titles` (name -> how the page calls it), the
     share of the tokens until that loss, the difference of the last losses, the ratio of the best rates and that of the
-    times of a training step on AdamW's GPU. {} without rows of AdamW or of one of `titles`. A cell is "" if the loss
+    times of a training step on AdamW's GPU. {} if the best rate of one of these is not found. A cell is "" if the loss
     was not reached, or without a time on that GPU.
     """
-    adamw, found = best_rows(rows, "adamw"), {title: best_rows(rows, name) for name, title in titles.items()}
-    if not adamw or not all(found.values()):
+    results = results_of(rows)
+    if not {"adamw", *titles} <= set(results):
         return {}
+    adamw, found = results["adamw"], {title: results[name] for name, title in titles.items()}
     loss = statistics.mean(float(row["heldout_loss"]) for row in adamw)
     cells = {"AdamW: last loss": f"{loss:.4f}"}
     for title, best in found.items():
@@ -214,6 +243,19 @@ def beside(rows: list[dict[str, str]], others: list[dict[str, str]]) -> tuple[st
     mean, half = statistics.mean(gaps), half_width(gaps)
     answer = "no difference found" if abs(mean) <= half else "lower" if mean < 0 else "higher"
     return answer, f"{round(mean, 4) + 0.0:+.4f} +- {half:.4f}"  # + 0.0: no -0.0000
+
+
+def beside_muon(rows: list[dict[str, str]], name: str) -> tuple[str, str]:
+    """`beside` of an optimizer's best rows and Muon's; also ("not run", ""), and ("rate not found", "") if the best
+    rate of either is not found: a difference there says nothing about the optimizers.
+    """
+    best, muon = best_rows(rows, name), best_rows(rows, "muon")
+    if not best:
+        return "not run", ""
+    answer = beside(best, muon)
+    if answer[0] == "diverged" or not muon or rate_is_found(rows, name) and rate_is_found(rows, "muon"):
+        return answer
+    return "rate not found", ""
 
 
 def parity(rows: list[dict[str, str]]) -> list[str]:

@@ -115,8 +115,9 @@ def evidence(rows: list[dict[str, str]]) -> dict[str, list[str]]:
         head = (f"**{name}**: {float(one['parameters']) / 1e6:.1f} M parameters, {sweep[2]} steps, "
                 f"{float(one['tokens']) / 1e6:.1f} M tokens of the text \"{sweep[1]}\" ({one['text_mb']} MB). "
                 f"GPU: {seen['gpu']}. torch {seen['torch']}. Commit: {seen['commit']}.")
-        figure = f"![Held-out loss over tokens, {name}](figures/{figure_of(sweep, 'losses')}.png)"
-        parts["losses"] += [head, "", *convergence_table.table(found), "", figure, ""]
+        parts["losses"] += [head, "", *convergence_table.table(found), ""]
+        if last_losses(found):
+            parts["losses"] += [f"![Held-out loss over tokens, {name}](figures/{figure_of(sweep, 'losses')}.png)", ""]
         missing = convergence.plan(found, list(convergence.OPTIMIZERS), size)
         missing = [line for line in missing if not line.endswith(" 0 | 0 |")]
         none = missing[2] == ""  # no line of an optimizer
@@ -138,7 +139,7 @@ def wrapped(lines: list[str]) -> list[str]:
 
 
 def summary(sweeps: dict[Sweep, list[dict[str, str]]]) -> list[str]:
-    """The table of Muon and NorMuon beside AdamW, with a column for each sweep that has all three."""
+    """The table of Muon and NorMuon beside AdamW, with a column for each sweep that has the best rates of all three."""
     titles = {"muon": "Muon", "normuon": "NorMuon"}
     cells = {name_of(sweep): convergence_table.summary(found, titles) for sweep, found in sweeps.items()}
     cells = {name: own for name, own in cells.items() if own}
@@ -160,19 +161,15 @@ def differences(sweeps: dict[Sweep, list[dict[str, str]]]) -> list[str]:
 
 def verdict(rows: list[dict[str, str]], name: str) -> str:
     """A cell of `differences`: the mean difference and its 95 % interval, with **lower** or **higher** if 0 is outside;
-    or open (too few seeds), diverged, or not run.
+    or open (too few seeds), rate not found, diverged, or not run.
     """
-    found = convergence_table.best_rows(rows, name)
-    if not found:
-        return "not run"
-    muon = convergence_table.best_rows(rows, "muon")
-    answer, interval = convergence_table.beside(found, muon)
+    answer, interval = convergence_table.beside_muon(rows, name)
     if answer == "open":
-        gaps = convergence_table.gaps_of(found, muon)
+        gaps = convergence_table.gaps_of(*(convergence_table.best_rows(rows, one) for one in (name, "muon")))
         few = f"{len(gaps)} seed{'s' * (len(gaps) != 1)}"
         return f"open, {few}" + (f": {round(statistics.mean(gaps), 4) + 0.0:+.4f}" if gaps else "")
-    texts = {"lower": "**lower** ", "higher": "**higher** ", "no difference found": "", "diverged": "diverged"}
-    return texts[answer] + interval
+    texts = {"lower": "**lower** ", "higher": "**higher** ", "no difference found": ""}
+    return texts.get(answer, answer) + interval
 
 
 def losses_of(rows: list[dict[str, str]]) -> Losses:
@@ -201,20 +198,29 @@ def draw(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
     return draw_losses(axes, losses_of(found), f"GPT, {name_of(sweep)}, {gpus}")
 
 
+def last_losses(rows: list[dict[str, str]]) -> dict[str, float]:
+    """{optimizer: mean last loss of its curves} of those whose best rate is found and which learned."""
+    last = {name: convergence_table.mean_curve(own)[-1][1]
+            for name, own in convergence_table.results_of(rows).items()}
+    return {name: loss for name, loss in last.items() if loss < convergence_table.LOST}
+
+
 def draw_curves(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
     """Held-out loss over tokens at the best rate of each optimizer, mean of its seeds. In colour: AdamW, Muon, NorMuon,
-    and those whose loss differs from Muon's; all others are gray. Dotted: AdamW's last loss.
+    and those whose loss differs from Muon's; all others are gray. Dotted: AdamW's last loss. Optimizers whose best rate
+    is not found are left out. False if it is none's.
     """
     found = sweeps_of(rows)[sweep]
     millions_per_step = float(found[0]["tokens"]) / int(sweep[2]) / 1e6
-    best = {name: convergence_table.best_rows(found, name) for name in dict.fromkeys(row["optimizer"] for row in found)}
-    curves = {name: convergence_table.mean_curve(own) for name, own in best.items()}
-    last = {name: curve[-1][1] for name, curve in curves.items() if curve[-1][1] < convergence_table.LOST}
+    last = last_losses(found)
+    if not last:
+        return False
     gray = "no difference from muon found, or too few seeds"
     for name in sorted(last, key=last.get, reverse=True):
-        tokens, losses = zip(*((millions_per_step * step, loss) for step, loss in curves[name]))
+        curve = convergence_table.mean_curve(convergence_table.best_rows(found, name))
+        tokens, losses = zip(*((millions_per_step * step, loss) for step, loss in curve))
         style, colour = STYLES[name]
-        answer = convergence_table.beside(best[name], best.get("muon", []))[0]
+        answer = convergence_table.beside_muon(found, name)[0]
         if name in ("adamw", "muon", "normuon") or answer in ("lower", "higher"):
             axes.plot(tokens, losses, style, color=colour, zorder=3, label=f"{name}, {losses[-1]:.3f}")
         else:
@@ -229,14 +235,15 @@ def draw_curves(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
 
 def draw_differences(axes, rows: list[dict[str, str]]) -> bool:
     """Loss minus Muon's at the best rates of each sweep: mean and 95 % interval over seeds, or hollow and without an
-    interval with too few seeds. Without AdamW, which is far beyond the others. False if no optimizer has enough seeds.
+    interval with too few seeds. Without AdamW, which is far beyond the others, and without optimizers whose best rate
+    is not found. False if no optimizer has enough seeds.
     """
     sweeps, names = sweeps_of(rows), [name for name in convergence.OPTIMIZERS if name not in ("adamw", "muon")]
     seen = False
     for number, (sweep, found) in enumerate(sweeps.items()):
-        muon, labelled = convergence_table.best_rows(found, "muon"), False
+        results, labelled = convergence_table.results_of(found), False
         for place, name in enumerate(names):
-            gaps = convergence_table.gaps_of(convergence_table.best_rows(found, name), muon)
+            gaps = convergence_table.gaps_of(results.get(name, []), results.get("muon", []))
             if not gaps or max(map(abs, gaps)) >= convergence_table.LOST / 2:
                 continue
             enough = len(gaps) in convergence_table.STUDENT_T
@@ -266,7 +273,9 @@ def draw_losses(axes, losses: Losses, title: str) -> bool:
         finite = [(lr, mean) for lr, mean in means if mean < convergence_table.LOST]
         if not finite:
             continue
-        axes.plot(*zip(*finite), style, color=colour, label=f"{name}, best {convergence_table.best_rate(by_lr):g}")
+        best = convergence_table.best_rate(by_lr)
+        note = "best " if convergence_table.is_bracketed(best, by_lr) else "so far " if len(by_lr) > 1 else ""
+        axes.plot(*zip(*finite), style, color=colour, label=f"{name}, {note}{best:g}")
         dots = [(lr, loss) for lr, found in by_lr.items() for loss in found.values() if loss < convergence_table.LOST]
         axes.plot(*zip(*dots), "o", markersize=4, color=colour)
     every = [loss for by_lr in losses.values() for found in by_lr.values() for loss in found.values()]

@@ -423,7 +423,8 @@ def test_learning_rates_are_those_of_the_document(tmp_path, monkeypatch):
         for name, by_rates in runs.items():
             best = min((seeds["0"], rates) for rates, seeds in by_rates.items() if "0" in seeds)[1]  # by seed 0
             tried = {rates[0] for rates in by_rates if name == "adamw" or rates[1:] == best[1:]}
-            note = ", Muon's" if len(tried) == 1 else ", at the edge" if best[0] in (min(tried), max(tried)) else ""
+            alone = ", Muon's" if name in plot.convergence_table.RATE_OF_MUON else ", unswept"
+            note = alone if len(tried) == 1 else ", at the edge" if best[0] in (min(tried), max(tried)) else ""
             found[name, column] = f"{best[0]:g} ({len(by_rates[best])}){note}"
             assert by_rates[best]["0"] < 1e9
     for name, by_lr in plot.demo_losses().items():  # which has all seeds at all rates
@@ -441,12 +442,15 @@ def test_learning_rates_are_those_of_the_document(tmp_path, monkeypatch):
 
 
 def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch):
-    """Differences from Muon are found with three seeds: lower, higher or none; others are open or not run. The summary
-    has the sweeps with AdamW, Muon and NorMuon.
+    """Differences from Muon are found with three seeds: lower, higher or none; others are open, not run, or without a
+    best rate. The summary has the sweeps with the best rates of AdamW, Muon and NorMuon.
     """
-    losses = {("adamw", 0.001): [0.9, 0.91, 0.9], ("muon", 0.004): [0.8, 0.81, 0.79], ("muon", 0.002): [0.85],
+    losses = {("adamw", 0.001): [0.9, 0.91, 0.9], ("muon", 0.004): [0.8, 0.81, 0.79],
               ("normuon", 0.004): [0.7, 0.711, 0.69], ("cubic", 0.004): [0.9, 0.911, 0.89],
               ("per_head", 0.004): [0.8, 0.811, 0.789], ("split16", 0.004): [0.8]}
+    losses |= {(name, factor * lr): [0.95] for name, lr in losses if name not in ("cubic", "split16")
+               for factor in (0.5, 2)}
+    losses |= {("hyperball", 0.004): [0.81, 0.8, 0.8], ("hyperball", 0.002): [0.82]}
     columns = load("convergence", monkeypatch).COLUMNS
     common = dict.fromkeys(columns, "") | {"gpu": "A", "size": "30m", "corpus": "fake", "text_mb": "1.5",
                                            "parameters": "29000000", "torch": "2.11", "commit": "abc1234"}
@@ -466,7 +470,7 @@ def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch
     run("plot_lr.py", tmp_path / "table.csv", "--out", tmp_path / "figures", "--docs", tmp_path)
     rates = {path.name for path in (tmp_path / "figures").iterdir()}
     sweeps = ("30m_fake_100_steps", "124m_packages")
-    losses = {f"losses_{name}.png" for name in sweeps}
+    losses = {"losses_30m_fake_100_steps.png"}  # in the other sweep no best rate is found
     assert rates == losses | {"differences.png"} | {f"learning_rates_{name}.png" for name in (*sweeps, "demo")}
     rates_page, text = ((tmp_path / name).read_text() for name in ("learning_rates.md", "evidence.md"))
     assert set(re.findall(r"\(figures/(.*?)\)", rates_page)) == rates - losses - {"differences.png"}
@@ -475,27 +479,57 @@ def test_one_command_draws_the_sweep_and_writes_its_tables(tmp_path, monkeypatch
     assert ('M parameters, 100 steps, 2.0 M tokens of the text "fake" (1.5 MB). GPU: A, NVIDIA B. torch 2.11.'
             in unwrapped)
     # From 1.3 after step 50 to .8 after step 100: .9033, AdamW's loss, after step 89.67
-    for line in ("muon | 0.004, at the edge | 3 | 0.8000 | 0.0100 | 1.8 M, 90 % | ",
-                 "normuon | 0.004, unswept | 3 | 0.7003 | 0.0105 | 1.6 M, 80 % | -0.0997 +- 0.0014"):
+    for line in ("muon | 0.004 | 3 | 0.8000 | 0.0100 | 1.8 M, 90 % | ",
+                 "normuon | 0.004 | 3 | 0.7003 | 0.0105 | 1.6 M, 80 % | -0.0997 +- 0.0014",
+                 "hyperball | 0.004, at the edge | 3 | 0.8033 | 0.0058 |  | "):
         assert f"| {line} | 10.00 | 1.00 | 5 | A |\n" in text
     assert re.search(r"^\| cubic .* \| 10.00 \| 1.00 \| 5 \| B \|$", text, re.M)
     assert "\nmuon on B: step 30.00 ms, optimizer 1.00 ms, 5 MiB.\n" in text
-    # A column for each sweep; in the second Muon has two seeds and no other optimizer but AdamW ran
+    # A column for each sweep; in the second no other optimizer but Muon and AdamW ran, with two rates and one
     for name, cell in {"normuon": r"\*\*lower\*\* -0\.0997 \+- 0\.0014", "per_head": r"\+0\.0000 \+- 0\.0025",
                        "cubic": r"\*\*higher\*\* \+0\.1003 \+- 0\.0014", "split16": r"open, 1 seed: \+0\.0000",
-                       "keller": "not run"}.items():
+                       "keller": "not run", "hyperball": "rate not found"}.items():
         assert re.search(rf"^\| {name} \| .+ \| {cell} \| not run \|$", text, re.M), name
-    assert re.search(r"^\| adamw \| .+ \| \*\*higher\*\* .+ \| open, 1 seed: \+0\.1000 \|$", text, re.M)
+    assert re.search(r"^\| adamw \| .+ \| \*\*higher\*\* .+ \| rate not found \|$", text, re.M)
     for line in (" | 30m on fake, 100 steps", "AdamW: last loss | 0.9033", "Muon: tokens to that loss | 90 %",
                  "NorMuon: last loss minus AdamW's | -0.2030", "Muon: best `lr` of matrices / AdamW's | 4",
                  "NorMuon: time of a training step / AdamW's | 1.000 (A)"):
         assert f"| {line} |\n" in text
     assert "| muon | 0.004, at the edge | 2 | 0.5100 |" in text
     assert "No run yet: 30m on packages, 30m on stdlib, 124m on stdlib, 124m on fake." in text
-    assert "| muon | 4 | 3 | 0 |\n" in text
+    assert "| muon | 5 | 2 | 0 |\n" in text
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 120
-    assert "| muon | 0.004 (3), at the edge | 0.004 (2), at the edge | 0.016 (3) |\n" in rates_page
+    assert "| muon | 0.004 (3) | 0.004 (2), at the edge | 0.016 (3) |\n" in rates_page
     assert "| split16 | 0.004 (1), Muon's |  |  |\n" in rates_page and "\n| keller " not in rates_page
+
+
+def test_a_loss_without_the_best_rate_is_no_result(monkeypatch):
+    """Rates at the edge, unswept, or Muon's before Muon's is found have no difference, no tokens, no curve."""
+    plot, figures = load("plot_lr", monkeypatch), load("figures", monkeypatch)
+    found = {(name, lr): [loss] * 3 for name in ("adamw", "muon") for lr, loss in ((1, 0.8), (2, 0.7), (4, 0.9))}
+    losses = found | {("normuon", 1): [0.8], ("normuon", 2): [0.6], ("hyperball", 2): [0.5] * 3,
+                      ("turbo", 2): [0.7], ("cubic", 1): [0.6]}  # cubic has the rate of another best of Muon's
+    common = {"gpu": "A", "size": "30m", "corpus": "stdlib", "torch": "2.11", "commit": "abc"}
+    for finished in True, False:
+        rows = [common | row for row in rows_of_losses(losses)]
+        if not finished:
+            rows = [row for row in rows if (row["optimizer"], row["lr"]) != ("muon", "4")]
+        expected = {"normuon": "rate not found", "hyperball": "rate not found", "cubic": "rate not found",
+                    "turbo": "open, 1 seed: +0.0000" if finished else "rate not found", "keller": "not run"}
+        assert {name: plot.verdict(rows, name) for name in expected} == expected
+        lines = {line.split(" | ")[0][2:]: line.split(" | ") for line in plot.convergence_table.table(rows)}
+        assert all(lines[name][5:7] == ["", ""] for name in ("normuon", "hyperball", "cubic"))
+        assert lines["normuon"][1] == "2, at the edge" and lines["cubic"][1] == "1, unswept"
+        names = [name for name in lines if name in plot.convergence_table.CALLS]
+        results = {"adamw", "muon", "turbo"} if finished else {"adamw"}
+        assert set(names[:len(results)]) == results and names[len(results)] == "hyperball"  # the last by their losses
+        _, axes = figures.plt.subplots()
+        assert plot.draw_curves(axes, rows, ("30m", "stdlib", "100"))
+        curves = {"adamw, 0.700", "muon, 0.700", "no difference from muon found, or too few seeds"}
+        assert set(axes.get_legend_handles_labels()[1]) == (curves if finished else {"adamw, 0.700"})
+        _, axes = figures.plt.subplots()
+        plot.draw_differences(axes, rows)
+        assert len(axes.containers) == finished  # turbo alone
 
 
 @pytest.mark.parametrize("script, arguments, cases", [
