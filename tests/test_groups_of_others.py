@@ -268,6 +268,8 @@ def test_groups_of_torchs_adamw(optimizer):
     groups = [{**group, "use_muon": group["params"][0].ndim == 2} for group in theirs.param_groups]
     with pytest.warns(UserWarning, match="group 0 .*betas=.*rule 'muon' does not read"):
         assert optimizer.Muon(groups).param_groups[1]["betas"] == (0.8, 0.9)
+    with no_warning():  # of torch's defaults
+        optimizer.Muon([{**group, "use_muon": True} for group in torch.optim.AdamW([matrix()]).param_groups])
 
 
 @pytest.mark.parametrize(("extra", "use_muon"), [({"algorithm": "adamw"}, True), ({"kind": "AdamW"}, True),

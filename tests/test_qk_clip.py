@@ -1114,6 +1114,8 @@ def test_parameters_are_checked_at_construction(optimizer):
     refused("parameter q of shape .24, 12.: 1 times .7. makes 7 rows, not 24",
             {**GOOD, "weights": {"q": rows([7], ["q"]), "k": "k"}})
     refused("must be a matrix", GOOD, {**named, "k": nn.Parameter(torch.randn(2, 24, 12))})
+    with pytest.raises(ValueError, match="^layer m: parameter q is in layer l, too: describe both by one layer"):
+        muon(named, optimizer.QKClip(1.0, {"l": GOOD, "m": GOOD}))
     with pytest.raises(ValueError, match="is not among the names of the optimizer"):
         optimizer.Muon(list(named.values()), qk_clip=optimizer.QKClip(1.0, {"l": GOOD}))
     with pytest.raises(TypeError, match="qk_clip must be a QKClip"):

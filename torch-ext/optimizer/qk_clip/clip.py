@@ -131,7 +131,8 @@ class QKClip:
     def attach(self, groups: Sequence[dict]) -> None:
         """Find the parameters of all layers in the parameter groups of an optimizer, by name.
 
-        Raises ValueError, naming the parameter, for an unknown or doubled name or a wrong shape;
+        Raises ValueError, naming the parameter, for an unknown or doubled name, a parameter of two
+        layers, or a wrong shape;
         RuntimeError if another optimizer has the object already.
         """
         if self._places:
@@ -154,6 +155,12 @@ class QKClip:
                         f"{label} {what} among the names of the optimizer. Pass named parameters, "
                         "such as model.named_parameters() or get_default_muon_param_groups(model)."
                         " Layers with frozen parameters must be left out"
+                    )
+                if name in found:
+                    other = next(key for key, one in self.layers.items() if name in one.weights)
+                    raise ValueError(
+                        f"{label} is in layer {shortened(other)}, too: describe both by one layer, "
+                        "which gets the maxima of both"
                     )
                 found[name] = places[name]
                 _check_shape(self.param(groups, name, found), layer, name, label, self.shared_keys)
@@ -268,7 +275,7 @@ class QKClip:
     @property
     def maxima(self) -> dict[str, torch.Tensor]:
         """{layer: fp32 (heads,)}: the largest logit of each head over all ranks in the last step,
-        -inf without. Empty before the first step.
+        -inf without. Empty before the first step. Views, which the next step overwrites.
         """
         if self._results is None:
             return {}
@@ -277,13 +284,15 @@ class QKClip:
 
     @property
     def clipped(self) -> torch.Tensor:
-        """Number of heads that the last step has clipped, on all ranks: int64, on the device."""
+        """Number of heads that the last step has clipped, on all ranks: int64, on the device.
+        The next step overwrites the tensor.
+        """
         return _no_heads() if self._results is None else self._results[1]
 
     @property
     def nonfinite(self) -> torch.Tensor:
         """Number of heads for which NaN or Inf was recorded before the last step: int64, on the
-        device.
+        device. The next step overwrites the tensor.
         """
         return _no_heads() if self._results is None else self._results[2]
 

@@ -608,7 +608,8 @@ SCALED_DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 class ScaledWeights:
     """Multiplies many weights in place by a factor for each row, or for each column, in fp32 and
-    rounded once: a launch for each dtype. Needs Triton, and weights of `SCALED_DTYPES`.
+    rounded once: a launch for each dtype and access (`Launch.access`). Needs Triton, and weights of
+    `SCALED_DTYPES`, no two of which share memory.
     """
 
     def __init__(

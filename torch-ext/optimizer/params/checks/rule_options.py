@@ -12,6 +12,10 @@ from ...rules.elementwise import ELEMENTWISE, elementwise_of
 from ...rules.rule import RULES, overrides, reads_gradients, rule_of
 from .group_keys import is_same
 
+# Defaults of torch's optimizers, whose groups may be passed on: options of rules of this package
+# with another default
+OF_TORCH = {"betas": (0.9, 0.999)}
+
 
 def check_rule_with_options(
     group: Mapping[str, Any], capturable: bool, is_8bit: bool, state_at_owners: bool
@@ -77,8 +81,8 @@ def unread_options(
     """Yield (key, the group's rule, rules with the key in words) for each option of a built-in rule
     that the group has and its own rule does not read.
 
-    Not of keys in `known`, nor of defaults: of the rule that has the option, and `written`, the
-    values that the optimizer itself writes into groups.
+    Not of keys in `known`, nor of defaults: of the rule that has the option, of torch's optimizers,
+    and `written`, the values that the optimizer itself writes into groups.
     """
     use_muon = bool(group["use_muon"])
     if group.get("rule") and group["rule"] not in (RULES if use_muon else ELEMENTWISE):
@@ -92,7 +96,6 @@ def unread_options(
         # As in JSON
         value = tuple(group[key]) if isinstance(group[key], list) else group[key]
         defaults = [value for by_name in owners[key].values() for value in by_name.values()]
-        if key in written:
-            defaults.append(written[key])
+        defaults += [others[key] for others in (written, OF_TORCH) if key in others]
         if not any(is_same(value, default) for default in defaults):
             yield key, own, owners_in_words(key, use_muon)
