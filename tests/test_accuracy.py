@@ -113,8 +113,8 @@ def test_error_of_at_most_two_steps_between_restarts_is_no_larger_than_the_refer
     check_no_larger(pairs, dtype)
 
 
-# The interpreter takes 12 s for the products of a set. So it takes Jordan's coefficients here only in the workflow; the
-# test above has them with at most two steps between restarts.
+# The interpreter takes up to 12 s for the products of a set, so "jordan" and "cubic" are in the workflow here only;
+# the test above has them with at most two steps between restarts.
 @pytest.mark.parametrize("where", ["products", "chip"])
 @pytest.mark.parametrize("name, dtype", SETS, ids=str)
 def test_error_of_the_kernels_is_no_larger_than_the_reference(
@@ -128,8 +128,8 @@ def test_error_of_the_kernels_is_no_larger_than_the_reference(
     take("triton", monkeypatch)
     if paths.INTERPRETED and dtype == BF16:
         pytest.skip("the interpreter multiplies bf16 wrongly")
-    if where == "products" and name == "jordan" and paths.INTERPRETED and not THOROUGH:
-        pytest.skip("takes 12 s; runs with OPTIMIZER_THOROUGH, as in the workflow test.yml")
+    if where == "products" and name in ("jordan", "cubic") and paths.INTERPRETED and not THOROUGH:
+        pytest.skip("takes long; runs with OPTIMIZER_THOROUGH, as in the workflow test.yml")
     if where == "products":
         for question in ("supports", "follows"):
             monkeypatch.setattr(part("kernels.onchip.polar"), question, lambda *about: False)

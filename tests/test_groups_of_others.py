@@ -220,6 +220,12 @@ def test_an_option_of_another_rule_is_told_once(extra, text, optimizer):
         opt = make([{"params": [(name, matrix())], **extra} for name in "ab"])
         opt.add_param_group({"params": [("c", matrix())], **extra})
     assert [warning.filename for warning in found] == [__file__]
+    opt = make([("a", matrix())])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as by python -W error
+        with pytest.raises(UserWarning, match="group 1"):
+            opt.add_param_group({"params": [("b", matrix())], **extra})
+    assert len(opt.param_groups) == 1
 
 
 def test_an_option_of_another_rule_in_a_live_group_is_told_once():

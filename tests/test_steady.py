@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import gc
 import sys
 from pathlib import Path
@@ -48,14 +49,18 @@ def counting(found):
     """Count what is interpreted meanwhile in each file of the package."""
     home = Path(package().__file__).parent
 
+    @functools.cache  # called for each operation
+    def file_of(name):
+        path = Path(name)
+        counts = home in path.parents and home / "kernels" not in path.parents
+        return path.relative_to(home).with_suffix("").as_posix() if counts else None
+
     def each(frame, event, _):
-        path = Path(frame.f_code.co_filename).relative_to(home)
-        found[path.with_suffix("").as_posix()] += event == "opcode"
+        found[file_of(frame.f_code.co_filename)] += event == "opcode"
         return each
 
     def begin(frame, *_):
-        path = Path(frame.f_code.co_filename)
-        if home not in path.parents or home / "kernels" in path.parents:
+        if file_of(frame.f_code.co_filename) is None:
             return None
         frame.f_trace, frame.f_trace_opcodes = each, True  # for Python 3.13, in this order
         return each

@@ -297,6 +297,7 @@ class Muon(MetricsMethods):
                 self._check_new(self.param_groups[-1], given.get("momentum"), members.first)
             if self._has_all_groups:
                 check_memory(self.param_groups)
+            self._live_keys.add(count, self.param_groups[count], given, self._written())
         except Exception:
             del self.param_groups[count:]
             self._own_process_groups.drop_last()
@@ -307,7 +308,6 @@ class Muon(MetricsMethods):
         if self._bound.all_jobs:
             self._why_unbound = "after add_param_group(), which drops the plan"
         self._drop_plans()
-        self._live_keys.add(count, self.param_groups[count], given, self._written())
 
     def _read_rule_and_splits(self, group: dict) -> None:
         """Give a new group the name and the options of its rule, and its own `split`, with the

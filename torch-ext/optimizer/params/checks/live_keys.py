@@ -44,10 +44,10 @@ class LiveKeys:
         """Accept a new group, which construction has checked, and warn of options of other rules.
         `given`: the keys that the user gave. `written`: as in `unread_options`.
         """
-        self.accept([group])
         # All keys are given of a group that another optimizer of this class has made
         known = given if group.keys() <= set(given) else ()
         self._warn_of_unread(number, group, known, written)
+        self.accept([group])
 
     def accept(self, groups: Sequence[dict]) -> None:
         """Accept all keys of new, loaded or copied groups: state dicts may have keys of other
