@@ -37,7 +37,7 @@ wheel: $(DEMO_READY) ## write dist/sharded_muon-<version>-py3-none-any.whl, the 
 demo: build ## train a small GPT with Muon and with AdamW, and compare them (about 3 minutes on 2 cores)
 	$(PYTHON) examples/demo.py $(ARGS)
 
-test: $(TEST_READY) ## run the CPU test suite (about 10 minutes on 2 cores)
+test: $(TEST_READY) ## run the CPU test suite (about 12 minutes on 2 cores)
 	CUDA_VISIBLE_DEVICES= LOCAL_KERNELS= $(PYTHON) -m pytest -n $(JOBS) --maxschedchunk 1 $(ARGS)
 
 test-gpu: $(TEST_READY) ## run the tests that need one or more GPUs

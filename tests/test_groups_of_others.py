@@ -143,6 +143,10 @@ def test_what_has_no_effect_in_a_live_group_is_refused(number, optimizer):
             with pytest.raises(ValueError, match=rf"group {number} \(#0\): .*{key}.*{text}"):
                 opt.step()
         del group[key]
+    was = group.pop("use_muon")
+    with pytest.raises(ValueError, match=rf"group {number} \(#0\): the key use_muon is missing"):
+        opt.step()
+    group["use_muon"] = was
     assert same(params, before)
     opt.step()
     assert not same(params, before)

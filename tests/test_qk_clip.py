@@ -623,7 +623,16 @@ def ambiguous(rank, world):
 
 
 def test_maxima_of_unknown_heads_are_refused(optimizer):
+    """And do not stay: the next step takes those of all heads."""
     assert run_threads(4, ambiguous) == [True] * 4
+    named = params(weights_of("MHA"))
+    opt = muon(named, optimizer.QKClip(TAU, {"layer": layer_of("MHA")}))
+    for p in named.values():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(ValueError, match="0 mesh dims shard its queries into 2 parts"):
+        opt.step(qk_logits={"layer": torch.full((H // 2,), 1e3)})
+    opt.step(qk_logits={"layer": torch.full((H,), TAU / 2)})
+    assert int(opt.qk_clip.clipped) == 0 and opt.qk_clip.maxima["layer"].tolist() == [TAU / 2] * H
 
 
 def copies_alone(rank, world):

@@ -264,6 +264,15 @@ class QKClip:
         return found
 
     @torch.no_grad()
+    def forget(self, layer: str) -> None:
+        """Drop the maxima of a layer of which a step cannot tell the heads, so that others can be
+        given.
+        """
+        del self.counts[layer]
+        for kept in (*self._recorded.values(), *self._taken.values()):
+            kept.forget(layer)
+
+    @torch.no_grad()
     def set_results(self, results: tuple[torch.Tensor, ...], offsets: Mapping[str, int]) -> None:
         """Called by a step. `results`: (maxima of all heads, number of clipped heads, number of
         heads with NaN or Inf). `offsets`: index in the first of the first head of each layer.

@@ -321,8 +321,12 @@ class HeadClipping(StepHook):
         """
         size, total = taken.values.numel(), len(self.values)
         origins = [*range(size, size + total)]  # in `taken.values`, followed by `initial`
-        for name, count in self.clip.counts.items():
-            first = _first_head(self.clip, name, self.parameters[name], count)
+        for name, count in list(self.clip.counts.items()):
+            try:
+                first = _first_head(self.clip, name, self.parameters[name], count)
+            except ValueError:
+                self.clip.forget(name)
+                raise
             for row, start in enumerate(self.starts[name]):
                 at = row * (size // 2) + taken.places[name]
                 origins[start + first : start + first + count] = range(at, at + count)

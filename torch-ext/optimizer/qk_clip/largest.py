@@ -40,6 +40,7 @@ class LargestLogits:
     def __init__(self, heads: Mapping[str, int], device: torch.device) -> None:
         """Without any logit. `heads`: number of heads of each layer."""
         self.places, end = {}, 0
+        self._heads = dict(heads)
         for layer, count in heads.items():
             self.places[layer] = end
             end += count
@@ -69,6 +70,13 @@ class LargestLogits:
     def empty(self) -> None:
         """Forget all logits."""
         self.values.copy_(self.without)
+
+    def forget(self, layer: str) -> None:
+        """Forget the logits of a layer, which may have another number of heads from here on."""
+        first = self.places[layer]
+        part = slice(first, first + self._heads[layer])
+        self.values[:, part].copy_(self.without[:, part])
+        self._batches.clear()
 
     def _new_batch(self, layers: tuple[str, ...], counts: Sequence[int]) -> Batch:
         """Make the buffers of layers with `counts` heads."""

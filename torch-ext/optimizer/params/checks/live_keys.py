@@ -79,6 +79,11 @@ class LiveKeys:
         for number, group in enumerate(groups):
             known = self._known.get(id(group), anywhere)
             with in_group(number, group):
+                if "use_muon" not in group:
+                    raise ValueError(
+                        "the key use_muon is missing: set it again, to True where the group's "
+                        "matrices are orthogonalized, else to False"
+                    )
                 self._check_keys(group, extra_keys, given, known)
             self._warn_of_unread(number, group, known, written())
         self._keys = keys
