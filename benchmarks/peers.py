@@ -193,7 +193,7 @@ def is_missing(name: str) -> bool:
     except ImportError:
         return True
     except Exception:  # it is told when it is measured
-        return False
+        pass
     return False
 
 

@@ -333,7 +333,7 @@ def others(arch: str, shared: int):
         for U, turned in pairs if FEW else itertools.product(("*bf16", "*fp32"), (False, True)):
             yield whole(U, turned)
         yield from map(raw, part("kernels.matmul.api").MIXED_INPUT_TILES)
-        yield from map(resident, ("bf16",) if FEW else ("fp16", "bf16"))  # its first product is early, too
+        yield from map(resident, ("fp16", "bf16"))
 
 
 def norms_of_rules(arch: str):

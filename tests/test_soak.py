@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import THOROUGH, package, run_ranks
+from tests.ranks import package, run_ranks
 from tests.test_bucket_updates import cut
 
 STEPS, MEASURED = 1200, (399, 1199)  # the steps after which things are counted; 400 is the period of what is frozen
@@ -109,8 +109,6 @@ def save_and_load(optimizer):
 @pytest.mark.parametrize("mode", ["fsdp", "unreduced"])
 def test_a_long_run_leaves_nothing_behind(mode, optimizer):
     """Between the two counts 8 groups come and go, and 3 checkpoints; at both, the same parameters are there."""
-    if mode == "unreduced" and not THOROUGH:
-        pytest.skip("takes 18 s; runs with OPTIMIZER_THOROUGH, as in the workflow test.yml")
     for (early, late), skipped, rates in run_ranks(2, long_run, mode, timeout=180):
         assert skipped > 3 and rates > STEPS - 10
         assert late["tensors"] <= early["tensors"] + 2 and late["groups"] == early["groups"] == 1

@@ -251,24 +251,21 @@ class HeadClipping(StepHook):
         self._bind_scaling(firsts)
 
     def _bind_scaling(self, firsts: Sequence[tuple[int, int]]) -> None:
-        """Sort the weights that `after_buckets` scales together: by one launch of Triton's, or by
-        torch's. `firsts`: of each weight, see `ScaledWeights`.
+        """Sort the weights that `after_buckets` scales together: by Triton (`launches`), or by
+        torch (`locals`, `local_factors`). `firsts`: of each weight, see `ScaledWeights`.
         """
-        self.launches, one_launch = [], []  # the first: compiled before the first step
-        if use_triton(self.device) and not self.in_turn:
-            one_launch = [
-                i
-                for i, weight in enumerate(self.weights)
-                if weight.rest is None and weight.local.dtype in SCALED_DTYPES
-            ]
-        if one_launch:
-            locals_ = [self.weights[i].local for i in one_launch]
-            places = [firsts[i] for i in one_launch]
-            self.launches.append(ScaledWeights(locals_, places, self.row_factors))
-        fits = set(one_launch)
-        others = [w for i, w in enumerate(self.weights) if w.rest is None and i not in fits]
-        self.locals = [weight.local for weight in others]
-        self.local_factors = [weight.factors for weight in others]
+        may_use_triton = use_triton(self.device) and not self.in_turn
+        by_triton, by_torch = [], []
+        for weight, first in zip(self.weights, firsts):
+            if weight.rest is None and may_use_triton and weight.local.dtype in SCALED_DTYPES:
+                by_triton.append((weight.local, first))
+            elif weight.rest is None:
+                by_torch.append(weight)
+        self.launches = []
+        if by_triton:
+            self.launches.append(ScaledWeights(*zip(*by_triton), self.row_factors))
+        self.locals = [weight.local for weight in by_torch]
+        self.local_factors = [weight.factors for weight in by_torch]
 
     def _stored_slots(self, layer: AttentionLayer, key: str, param: torch.Tensor) -> torch.Tensor:
         """`AttentionLayer.slots` of the rows (or columns) that this rank stores, in memory order:

@@ -73,7 +73,7 @@ class LiveKeys:
             not self._fixed or all(map(operator.is_, self._values_of(groups), self._values))
         ):
             return
-        given = arguments()
+        given, made = arguments(), written()
         # Of a group whose dict was replaced, the keys of any group are known
         anywhere = set().union(*self._known.values())
         for number, group in enumerate(groups):
@@ -85,7 +85,7 @@ class LiveKeys:
                         "matrices are orthogonalized, else to False"
                     )
                 self._check_keys(group, extra_keys, given, known)
-            self._warn_of_unread(number, group, known, written())
+            self._warn_of_unread(number, group, known, made)
         self._keys = keys
         self._known = dict(zip(map(id, groups), keys))
         present = set().union(*keys)

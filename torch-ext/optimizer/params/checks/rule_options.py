@@ -95,7 +95,7 @@ def unread_options(
     for key in [key for key in group if key in owners and key not in read and key not in known]:
         # As in JSON
         value = tuple(group[key]) if isinstance(group[key], list) else group[key]
-        defaults = [value for by_name in owners[key].values() for value in by_name.values()]
+        defaults = [default for of in owners[key].values() for default in of.values()]
         defaults += [others[key] for others in (written, OF_TORCH) if key in others]
         if not any(is_same(value, default) for default in defaults):
             yield key, own, owners_in_words(key, use_muon)
