@@ -30,8 +30,9 @@ installed nor named by --path is left out, and a line says so.
 Rates. AdamW has three, of matrices (and norms), of embeddings and of the head. They are searched by factors of 2, with
 seed 0: first all together, then each by itself, in rounds until a round changes nothing. With 124m they are searched
 all together only, at the ratios that were best with 30m. A rate counts as found once both of its neighbours are worse.
-All further optimizers take AdamW's rates for embeddings and head, and sweep the rate of matrices likewise. So AdamW has
-three swept rates (124m: one), and every other optimizer one. Rates at which training diverged are halved until a run
+All further optimizers take AdamW's rates for embeddings and head, and sweep the rate of matrices likewise: Muon from its
+first rate, the others from where Muon's search is then. So AdamW has three swept rates (124m: one), and every other
+optimizer one. Rates at which training diverged are halved until a run
 has a loss. Optimizers whose step is that of `muon` up to rounding or coefficients take its rate (RATE_OF_MUON). With
 30m on the text "packages" each of them was swept, and the best rate was that of `muon` for all eight.
 
@@ -311,7 +312,10 @@ def wanted(name: str, losses: dict[Run, float], size: Size = SIZES["30m"]) -> li
 
 def matrix_rate(name: str, start: Run, losses: dict[Run, float], size: Size) -> tuple[Run, list[Run]]:
     """(Best run of an optimizer with the rates of embeddings and head of `start`, runs that are missing to find it)."""
-    return search(replace(start, optimizer=name, lr=size.first * OPTIMIZERS[name].lr), ("lr",), losses)
+    lr = size.first
+    if name != "muon":  # moved as far as Muon's rate was, so that fewer runs are spent far from the best rate
+        lr = matrix_rate("muon", start, losses, size)[0].lr / OPTIMIZERS["muon"].lr
+    return search(replace(start, optimizer=name, lr=lr * OPTIMIZERS[name].lr), ("lr",), losses)
 
 
 def adamw_rates(losses: dict[Run, float], size: Size = SIZES["30m"]) -> tuple[Run, list[Run]]:

@@ -1054,6 +1054,8 @@ def test_optimizers_with_muons_step_take_its_rate(monkeypatch):
         while runs := sweep.wanted(name, losses):
             assert sweep.wanted("int8_momentum", losses) == [] or all(run.lr == 5e-4 for run in runs)
             losses |= {run: loss(run) for run in runs}
+    first = {name: sweep.wanted(name, losses)[0].lr for name in ("normuon", "hyperball")}
+    assert first == {"normuon": 5e-4, "hyperball": 1e-3}  # searches begin where Muon's ended
     for name in sweep.RATE_OF_MUON:
         runs = sweep.wanted(name, losses)
         assert [(run.lr, run.seed) for run in runs] == [(5e-4, seed) for seed in sweep.SEEDS]
