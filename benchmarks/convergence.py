@@ -29,12 +29,12 @@ installed nor named by --path is left out, and a line says so.
 
 Rates. AdamW has three, of matrices (and norms), of embeddings and of the head. They are searched by factors of 2, with
 seed 0: first all together, then each by itself, in rounds until a round changes nothing. With 124m they are searched
-all together only, at the ratios that were best with 30m. A rate counts as found once both of its neighbours are worse.
-All further optimizers take AdamW's rates for embeddings and head, and sweep the rate of matrices likewise: Muon from
-its first rate, the others from where Muon's search is then. So AdamW has three swept rates (124m: one), and every other
-optimizer one. Rates at which training diverged are halved until a run has a loss. Optimizers whose step is that of
-`muon` up to rounding or coefficients take its rate (RATE_OF_MUON). With 30m on the text "packages" each of them was
-swept, and the best rate was that of `muon` for all eight.
+all together only, at the ratios that were best with 30m on the text "packages". A rate counts as found once both of
+its neighbours are worse. All further optimizers take AdamW's rates for embeddings and head, and sweep the rate of
+matrices likewise: Muon from its first rate, the others from where Muon's search is then. So AdamW has three swept
+rates (124m: one), and every other optimizer one. Rates at which training diverged are halved until a run has a loss.
+Optimizers whose step is that of `muon` up to rounding or coefficients take its rate (RATE_OF_MUON). With 30m on
+"packages" each of them was swept, and the best rate was that of `muon` for all eight.
 
 Seeds. The best rates train with three seeds, 0 to 2, and `muon` with five, 0 to 4 (124m: three). `torch_muon` also
 trains with the best rates of `muon` and the seeds of `muon`, for the comparison of both seed by seed. The table says
