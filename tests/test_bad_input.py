@@ -249,6 +249,24 @@ def test_live_values_of_many_groups_are_checked_together(key, usual, wrong, monk
     assert seen
 
 
+@pytest.mark.parametrize("groups", [1, 6])
+@pytest.mark.parametrize("key, value", [("beta2", 2.0), ("beta2", math.nan), ("use_muon", "no"), ("nesterov", "no")])
+def test_a_live_value_that_construction_refuses_is_refused(groups, key, value):
+    """A beta2 of 2 made all weights NaN, and "no" was true."""
+    params = [matrix() for _ in range(groups)]
+    opt = package().NorMuon([{"params": [p]} for p in params])
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt.step()
+    before, right = [p.detach().clone() for p in params], opt.param_groups[-1][key]
+    opt.param_groups[-1][key] = value
+    with pytest.raises(ValueError, match=f"group {groups - 1}.*{key}="):
+        opt.step()
+    assert all(map(torch.equal, params, before))
+    opt.param_groups[-1][key] = right
+    opt.step()
+
+
 @pytest.mark.parametrize(("wrong", "parts"), [
     ({"lr": -1.0}, ["lr=-1.0", "finite number"]), ({"eps": -1.0}, ["eps=-1.0"]),
     ({"wieght_decay": 1.0}, ["'wieght_decay'", "'weight_decay'"]),

@@ -36,14 +36,16 @@ from ..rules.muon import (
     is_split,
     is_stochastic,
 )
-from ..rules.rule import RULES, has_radius, number_of, rule_of, truth_of
+from ..rules.rule import RULES, has_radius, number_of, rule_of
 from .checks.group_keys import is_false, is_same, misspelt
 from .checks.group_values import (
     BELOW_ONE,
     COUNTS,
     FINITE,
+    FLAGS,
     check_betas,
     check_counts,
+    check_flags,
     check_scale_function,
     check_values,
     is_adamw,
@@ -342,8 +344,7 @@ def check_numbers(group: dict) -> None:
 
     Options of Muon are checked in AdamW groups, too, and vice versa: use_muon may change later.
     """
-    for key in ("use_muon", "nesterov"):
-        require(truth_of(group[key]) in (0, 1), key, group[key], "True or False")
+    check_flags(group)
     for key in ("lr", "weight_decay"):
         require(0 <= number_of(group[key]) <= FP32_MAX, key, group[key], FINITE)
     for key in ("momentum", "beta2"):
@@ -353,7 +354,7 @@ def check_numbers(group: dict) -> None:
 
 MANY_GROUPS = 4  # groups above which values are compared as lists
 # Keys of a group that schedules set, and the least value that is not allowed
-SCHEDULED_LIMITS = {"lr": FP32_MAX, "weight_decay": FP32_MAX, "momentum": 1.0}
+SCHEDULED_LIMITS = {"lr": FP32_MAX, "weight_decay": FP32_MAX, "momentum": 1.0, "beta2": 1.0}
 
 
 def _values_of(key: str, groups: Sequence[dict]) -> Iterable[object]:
@@ -363,8 +364,8 @@ def _values_of(key: str, groups: Sequence[dict]) -> Iterable[object]:
 
 
 def _are_usual(groups: Sequence[dict]) -> bool:
-    """Whether all scheduled values and radii are allowed floats, and all values of COUNTS allowed
-    ints. Computed in C, since there may be a group for each parameter. False without groups.
+    """Whether scheduled values and radii are allowed floats, values of COUNTS allowed ints, and
+    nesterov bools. Computed in C, since there may be a group for each parameter. False without any.
     """
     for key, (most, _) in COUNTS.items():
         values = list(_values_of(key, groups))
@@ -377,20 +378,20 @@ def _are_usual(groups: Sequence[dict]) -> bool:
     ):
         return False
     for key, most in SCHEDULED_LIMITS.items():
-        values = list(map(dict.get, groups, itertools.repeat(key)))
+        default = itertools.repeat(0.0 if key == "beta2" else None)
+        values = list(map(dict.get, groups, itertools.repeat(key), default))
         if set(map(type, values)) != {float} or not math.isfinite(sum(values)):
             return False
         if min(values) < 0.0 or max(values) >= most:
             return False
-    return True
+    return set(map(type, map(dict.get, groups, itertools.repeat("nesterov")))) == {bool}
 
 
 def check_scheduled_values(groups: Sequence[dict]) -> None:
-    """Raise ValueError, with group and key, for a wrong value of lr, weight_decay, momentum, betas,
-    radius or a key of COUNTS, as schedules and users may have set them.
+    """Raise ValueError, with group and key, for a wrong value of a key of SCHEDULED_LIMITS, FLAGS
+    or COUNTS, of betas or radius, as schedules and users may have set them.
 
-    Called at every step, before anything changes. Tensors on a GPU are not read: the host would
-    wait for the device.
+    Called at every step, before anything changes. Numbers on a GPU are not read: a host would wait.
     """
     usual = len(groups) > MANY_GROUPS and _are_usual(
         [group for group in groups if group.get("use_muon") is True]
@@ -399,7 +400,7 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
         if usual and group.get("use_muon") is True:
             continue
         for key, most in SCHEDULED_LIMITS.items():
-            value = group.get(key)
+            value = group.get(key, 0.0 if key == "beta2" else None)
             # Without a context manager where possible
             if (
                 type(value) is float
@@ -411,6 +412,9 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
             with in_group(number, group):
                 fits = 0 <= number_of(value) < most or number_of(value) == most == FP32_MAX
                 require(fits, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
+        if {type(group.get(key)) for key in FLAGS} != {bool}:
+            with in_group(number, group):
+                check_flags(group)
         if "radius" in group and has_radius(group):
             with in_group(number, group):
                 check_radius(group)

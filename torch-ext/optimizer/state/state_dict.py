@@ -151,7 +151,7 @@ class Loading:
         if missing := {"state", "param_groups"} - set(loaded):
             raise ValueError(
                 f"the state dict has no {min(missing)!r}, only "
-                f"{', '.join(map(repr, loaded)) or None}: "
+                f"{shortened(', '.join(map(repr, loaded))) or None}: "
                 "pass what an optimizer's state_dict() has returned"
             )
         refuse_elsewhere(loaded)

@@ -31,6 +31,7 @@ from ..errors import shortened
 
 FINITE = "a finite number >= 0 that fp32 holds"
 BELOW_ONE = "a number in [0, 1)"
+FLAGS = "use_muon", "nesterov"
 # Keys of a group with whole numbers that are read in every step -> (largest value, values in words)
 COUNTS = {
     STEPS_KEY: (SETTLED, f"a whole number from 0 to {SETTLED}, the steps so far"),
@@ -93,6 +94,15 @@ def check_rounding(group: Mapping) -> None:
             f"rounding={rounding!r} with rule={group['rule']!r}, which writes weights by formulas "
             "of its own, rounded to nearest: leave rounding out, or use another rule"
         )
+
+
+def check_flags(group: Mapping) -> None:
+    """Raise ValueError for a value of a key of FLAGS that is neither true nor false: of text, even
+    "no" would count as True.
+    """
+    for key in FLAGS:
+        if key in group:
+            require(truth_of(group[key]) in (0, 1), key, group[key], "True or False")
 
 
 def check_counts(group: Mapping) -> None:
