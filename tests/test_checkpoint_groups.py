@@ -93,6 +93,20 @@ def test_state_goes_by_name_to_other_groups(before, after, taken, told):
     train(model, heir, [2])
 
 
+@pytest.mark.parametrize("way", ["dict", "file"])
+def test_groups_with_equal_options_are_put_together(way, tmp_path, recwarn):
+    model, optimizer = trained("ab cd x yz")
+    for group in optimizer.param_groups:
+        group["lr"] = 0.3
+    heir = other_rates(build(model, "abcd xyz"))
+    if way == "dict":
+        heir.load_state_dict(optimizer.state_dict())
+    else:
+        package().export_state(optimizer, tmp_path / "state")
+        package().import_state(heir, tmp_path / "state")
+    assert rates(heir) == [0.3, 0.3] and not recwarn.list
+
+
 @pytest.mark.parametrize(("before", "after", "taken", "told"), DIVISIONS, ids=lambda x: str(x))
 def test_a_file_gives_what_a_state_dict_does(before, after, taken, told, tmp_path):
     """One rule for both."""

@@ -17,6 +17,7 @@ import torch
 
 from ..communication.redistribute import place_like
 from ..kernels.quantized.blocks import is_quantized
+from ..params.checks.group_keys import as_one_group
 from ..params.checks.live_keys import warn_of_saved_arguments
 from ..params.checks.saved_function import has_function, with_function
 from ..params.config import ARGUMENTS, MuonConfig
@@ -321,14 +322,13 @@ def options_of(number: int, own: list[dict], names: list[list[str]], saved: list
     """Return the options of the optimizer's group `number`, taken from the saved groups.
 
     `names`: parameter names of each own group. `saved`: (parameter names, group) of each saved
-    group. The options come from the saved group with all of the parameters, except weight decay,
-    see `_keeps_no_decay`. If several saved groups held the parameters, the own options stay ({} is
-    returned), with a warning; {} too for a group without parameters.
+    group. They come from the saved group with all parameters, or from several with equal options;
+    else {}, with a warning; {} too without parameters. Weight decay: see `_keeps_no_decay`.
     """
     own_names = names[number]
     if not own_names:
         return {}
-    for members, group in saved:
+    for members, group in (*saved, *as_one_group(own_names, saved, STRUCTURE)):
         if members.issuperset(own_names):
             options = {key: value for key, value in group.items() if key not in STRUCTURE}
             # Groups that were one group with this group when the state was saved

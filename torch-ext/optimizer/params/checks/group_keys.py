@@ -6,6 +6,7 @@ validation.py decides which keys are refused.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection, Sequence
 
 from ...rules.rule import truth_of
 
@@ -46,6 +47,19 @@ def is_same(value: object, other: object) -> bool:
         return value is other or bool(value == other)
     except (TypeError, ValueError, RuntimeError):  # the comparison of arrays has no truth value
         return False
+
+
+def as_one_group(
+    names: Sequence[str], saved: Sequence[tuple[set, dict]], structure: Collection[str]
+) -> list[tuple[set, dict]]:
+    """The saved groups that held some of `names`, as one group, if their options are equal; else
+    nothing. `saved`: (parameter names, group). `structure`: keys that are no options.
+    """
+    held = [(members, group) for members, group in saved if not members.isdisjoint(names)]
+    options = [{k: v for k, v in group.items() if k not in structure} for _, group in held]
+    if not held or not all(is_same(each, options[0]) for each in options):
+        return []
+    return [(set().union(*(members for members, _ in held)), held[0][1])]
 
 
 def is_false(value: object) -> bool:
