@@ -252,7 +252,7 @@ def test_live_values_of_many_groups_are_checked_together(key, usual, wrong, monk
 @pytest.mark.parametrize("groups", [1, 6])
 @pytest.mark.parametrize("key, value", [("beta2", 2.0), ("beta2", math.nan), ("use_muon", "no"), ("nesterov", "no")])
 def test_a_live_value_that_construction_refuses_is_refused(groups, key, value):
-    """A beta2 of 2 made all weights NaN, and "no" was true."""
+    """With a beta2 of 2 all weights would be NaN, and "no" would count as True."""
     params = [matrix() for _ in range(groups)]
     opt = package().NorMuon([{"params": [p]} for p in params])
     for p in params:

@@ -43,6 +43,7 @@ from .checks.group_values import (
     COUNTS,
     FINITE,
     FLAGS,
+    LIMITS,
     check_betas,
     check_counts,
     check_flags,
@@ -353,8 +354,6 @@ def check_numbers(group: dict) -> None:
 
 
 MANY_GROUPS = 4  # groups above which values are compared as lists
-# Keys of a group that schedules set, and the least value that is not allowed
-SCHEDULED_LIMITS = {"lr": FP32_MAX, "weight_decay": FP32_MAX, "momentum": 1.0, "beta2": 1.0}
 
 
 def _values_of(key: str, groups: Sequence[dict]) -> Iterable[object]:
@@ -377,9 +376,8 @@ def _are_usual(groups: Sequence[dict]) -> bool:
         set(map(type, radii)) != {float} or not math.isfinite(sum(radii)) or min(radii) <= 0.0
     ):
         return False
-    for key, most in SCHEDULED_LIMITS.items():
-        default = itertools.repeat(0.0 if key == "beta2" else None)
-        values = list(map(dict.get, groups, itertools.repeat(key), default))
+    for key, (most, absent) in LIMITS.items():
+        values = list(map(dict.get, groups, itertools.repeat(key), itertools.repeat(absent)))
         if set(map(type, values)) != {float} or not math.isfinite(sum(values)):
             return False
         if min(values) < 0.0 or max(values) >= most:
@@ -388,10 +386,10 @@ def _are_usual(groups: Sequence[dict]) -> bool:
 
 
 def check_scheduled_values(groups: Sequence[dict]) -> None:
-    """Raise ValueError, with group and key, for a wrong value of a key of SCHEDULED_LIMITS, FLAGS
-    or COUNTS, of betas or radius, as schedules and users may have set them.
+    """Raise ValueError, with group and key, for a wrong value of a key of LIMITS, FLAGS or
+    COUNTS, of betas or radius, as schedules and users may have set them.
 
-    Called at every step, before anything changes. Numbers on a GPU are not read: a host would wait.
+    Called at every step, before changes. Numbers on a GPU are not read: the host would wait.
     """
     usual = len(groups) > MANY_GROUPS and _are_usual(
         [group for group in groups if group.get("use_muon") is True]
@@ -399,8 +397,8 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
     for number, group in enumerate(groups):
         if usual and group.get("use_muon") is True:
             continue
-        for key, most in SCHEDULED_LIMITS.items():
-            value = group.get(key, 0.0 if key == "beta2" else None)
+        for key, (most, absent) in LIMITS.items():
+            value = group.get(key, absent)
             # Without a context manager where possible
             if (
                 type(value) is float

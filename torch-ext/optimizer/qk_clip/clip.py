@@ -265,9 +265,7 @@ class QKClip:
 
     @torch.no_grad()
     def forget(self, layer: str) -> None:
-        """Drop the maxima of a layer of which a step cannot tell the heads, so that others can be
-        given.
-        """
+        """Drop the maxima of a layer whose heads are unknown, so that new maxima can be given."""
         del self.counts[layer]
         for kept in (*self._recorded.values(), *self._taken.values()):
             kept.forget(layer)

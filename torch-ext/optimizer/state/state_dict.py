@@ -322,8 +322,8 @@ def options_of(number: int, own: list[dict], names: list[list[str]], saved: list
     """Return the options of the optimizer's group `number`, taken from the saved groups.
 
     `names`: parameter names of each own group. `saved`: (parameter names, group) of each saved
-    group. They come from the saved group with all parameters, or from several with equal options;
-    else {}, with a warning; {} too without parameters. Weight decay: see `_keeps_no_decay`.
+    group. Options come from the saved group with all parameters, or from several with equal
+    options, else none do, with a warning. Weight decay: see `_keeps_no_decay`.
     """
     own_names = names[number]
     if not own_names:

@@ -31,7 +31,14 @@ from ..errors import shortened
 
 FINITE = "a finite number >= 0 that fp32 holds"
 BELOW_ONE = "a number in [0, 1)"
-FLAGS = "use_muon", "nesterov"
+# Keys of a group that schedules set -> (least value that is not allowed, value without the key)
+LIMITS = {
+    "lr": (FP32_MAX, None),
+    "weight_decay": (FP32_MAX, None),
+    "momentum": (1.0, None),
+    "beta2": (1.0, 0.0),
+}
+FLAGS = "use_muon", "nesterov"  # keys of a group that are true or false
 # Keys of a group with whole numbers that are read in every step -> (largest value, values in words)
 COUNTS = {
     STEPS_KEY: (SETTLED, f"a whole number from 0 to {SETTLED}, the steps so far"),
