@@ -29,6 +29,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -250,7 +251,7 @@ def page(rows: list[dict[str, str]]) -> dict[str, list[str]]:
     ours = {}
     for row in rows:
         stack = tuple(int(row[key]) for key in ("n", "rows", "cols"))
-        key, about = (row["gpu"], int(row["steps"]), row["set"]), (row["commit"], row["date"], row["run"])
+        key, about = (row["gpu"], int(row["steps"]), row["set"]), (row["commit"], row["run"])
         if row["implementation"] == "ours":  # above those that took turns with it
             ours[key, about, stack] = row
         elif (key, about, stack) in ours:
@@ -261,7 +262,8 @@ def page(rows: list[dict[str, str]]) -> dict[str, list[str]]:
         for peer in peers.POLAR:
             pairs = packages.get(peer, {})
             # Graphs before calls; most stacks, then the newest: rows of some stacks do not displace those of all
-            about = max(pairs, key=lambda about: (about[2] == "graph", len(pairs[about]), about[1]), default=None)
+            about = max(pairs, default=None, key=lambda about: (
+                about[1] == "graph", len(pairs[about]), newest(pairs[about].values())))
             if about:
                 lines.append(line(key, peer, about, list(pairs[about].values())))
             elif (key[2], key[1]) in PUBLISHED:
@@ -270,16 +272,21 @@ def page(rows: list[dict[str, str]]) -> dict[str, list[str]]:
     return {"table": lines, "missing rows": missing or ["None."]}
 
 
-def line(key: tuple, peer: str, about: tuple[str, str, str], pairs: list[tuple[dict, dict]]) -> str:
-    """One line of the table: a package beside ours at one commit. `about`: commit, date, and what was timed."""
+def newest(pairs: Iterable[tuple[dict, dict]]) -> str:
+    """The last date of a package's rows, each of which comes with ours. Rows of one commit can be of several days."""
+    return max(row["date"] for _, row in pairs)
+
+
+def line(key: tuple, peer: str, about: tuple[str, str], pairs: list[tuple[dict, dict]]) -> str:
+    """One line of the table: a package beside ours at one commit. `about`: commit, and what was timed."""
     ratios = [float(row["median_ms"]) / float(ours["median_ms"]) for ours, row in pairs]
     memory = [float(row["memory_mib"]) / float(ours["memory_mib"]) for ours, row in pairs
               if float(row["memory_mib"] or 0) and float(ours["memory_mib"] or 0)]
     errors = [statistics.median(float(row["error"]) for row in side if row["error"]) for side in zip(*pairs)]
     version = pairs[-1][1]["version"]
     slower = sum(ratio < 0.99 for ratio in ratios)
-    cells = (about[1], key[0].replace("NVIDIA ", "").replace(" 80GB HBM3", ""), f"{key[1]}, {key[2]}",
-             f"{peer}{f' ({version})' if version else ''}{', called' * (about[2] != 'graph')}", str(len(pairs)),
+    cells = (newest(pairs), key[0].replace("NVIDIA ", "").replace(" 80GB HBM3", ""), f"{key[1]}, {key[2]}",
+             f"{peer}{f' ({version})' if version else ''}{', called' * (about[1] != 'graph')}", str(len(pairs)),
              f"{geometric_mean(ratios):.2f}",
              f"{min(ratios):.2f}, {max(ratios):.2f}", str(slower), f"{errors[1]:.1e}, {errors[0]:.1e}",
              f"{geometric_mean(memory):.2f}" if memory else "", about[0])

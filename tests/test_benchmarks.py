@@ -195,6 +195,9 @@ def test_the_table_of_polar_factors_takes_the_commit_with_most_stacks(monkeypatc
     assert found["table"][2:] == [
         "| 2026-01-02 | H100 | 8, qwen3_8 | gns | 1 | 0.90 | 0.90, 0.90 | 1 | 2.0e-03, 1.0e-03 | 1.50 | new |",
         "| 2026-01-01 | H100 | 8, qwen3_8 | dion | 2 | 2.00 | 1.00, 4.00 | 0 | 2.0e-01, 2.0e-03 |  | old |"]
+    later = [timed("new", "2026-01-03", name, "8", ms, "1e-3") for name, ms in (("ours", "1"), ("gns", "3.6"))]
+    assert page.page(rows + later)["table"][2] == (  # rows of two days and one commit are one line
+        "| 2026-01-03 | H100 | 8, qwen3_8 | gns | 2 | 1.80 | 0.90, 3.60 | 1 | 1.5e-03, 1.0e-03 | 1.50 | new |")
     others = ", ".join(name for name in page.peers.POLAR if name not in ("gns", "dion"))
     assert f"- NVIDIA H100 80GB HBM3, 8 steps: {others}." in found["missing rows"]
     assert f"- NVIDIA H100 80GB HBM3, 5 steps: {', '.join(page.peers.POLAR)}." in found["missing rows"]
