@@ -5,6 +5,7 @@ Each module below has the class name, the attributes and the reshapes of a publi
 
 from __future__ import annotations
 
+import re
 import types
 
 import pytest
@@ -395,7 +396,7 @@ def test_an_unknown_class_is_refused_with_the_possible_splits():
         found(model)
     text = str(error.value)
     for words in ("layers.0.attn.qkv.weight", f"({3 * E}, {E})", "MyAttention", "6 heads", f"'rows': [{E}, {E}, {E}]",
-                  f"'rows': [{D}, {D}, {D}], 'repeat': {H}", "muon_split", "`split` of a group"):
+                  f"'rows': [{D}, {D}, {D}], 'repeat': {H}", "named_splits={'attn.qkv': {", "`split` of a group"):
         assert words in text
     assert package().get_default_muon_param_groups(model)[0]["name"] == "muon"  # split=None
 
@@ -441,6 +442,88 @@ def test_an_attribute_of_the_parameter_comes_first(own):
                                                                         "layers.0.b.Wqkv.weight": own})
     module.dense.weight.muon_transposed = True
     assert found(within(a=module))["layers.0.a.dense.weight"] == (None, True)
+
+
+QKV = {"rows": [E, E, E]}
+
+
+def named(model, named_splits, split="auto", **keys):
+    """{name: (split, transposed)} of all parameters for Muon, from `named_splits`."""
+    groups = package().get_default_muon_param_groups(model, split=split, named_splits=named_splits, **keys)
+    return {name: (group.get("split"), group.get("transposed", False))
+            for group in groups if group["use_muon"] for name in group["param_names"]}
+
+
+@pytest.mark.parametrize("split", [None, "auto", "heads"])
+def test_a_split_by_name_comes_before_that_which_is_found(split):
+    """The advice of the message for a weight that cannot be told, taken as it is written."""
+    known = attention("MptAttention", "Wqkv", 3 * E, n_heads=H, head_dim=D)
+    known.Wqkv.bias = nn.Parameter(torch.zeros(3 * E))  # passed over by the pattern
+    model = within(a=attention("MyAttention", "qkv", 3 * E, num_heads=H), b=known)
+    by_name = named(model, {r"a\.qkv": QKV, "b.Wqkv": None, re.compile("a.dense"): {"transposed": True}}, split)
+    assert by_name["layers.0.a.qkv.weight"] == (QKV, False)
+    assert by_name["layers.0.b.Wqkv.weight"] == (None, False)
+    assert by_name["layers.0.a.dense.weight"] == (None, True)
+
+
+def test_a_split_by_name_can_be_of_a_weight_stored_transposed():
+    form = {"columns": [E, E, E], "transposed": True}
+    model = within(a=kind("A", qkv=linear(E, 3 * E)))  # (in, out)
+    assert named(model, {"qkv": form}, None)["layers.0.a.qkv.weight"] == ({"columns": [E, E, E]}, True)
+    assert form == {"columns": [E, E, E], "transposed": True}
+
+
+def test_splits_by_name_step_as_those_of_groups():
+    torch.manual_seed(0)
+    steps = []
+    for by_name in (True, False):
+        torch.manual_seed(1)
+        model = within(a=attention("A", "qkv", 3 * E))
+        groups = package().get_default_muon_param_groups(model, named_splits={"qkv": QKV} if by_name else None)
+        if not by_name:
+            qkv = model.get_parameter("layers.0.a.qkv.weight")
+            groups[0]["params"] = [p for p in groups[0]["params"] if p is not qkv]
+            del groups[0]["param_names"]
+            groups.append({"params": [qkv], "split": QKV, "adjust_lr_fn": "match_rms_adamw"})
+            for group in groups[1:]:
+                group.pop("param_names", None)
+        opt = package().Muon(groups, lr=0.1)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        opt.step()
+        steps.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *steps))
+
+
+@pytest.mark.parametrize("by_name, error, message", [
+    ({"qvk": QKV}, ValueError, r"named_splits='qvk' matches no trainable parameter"),
+    ({"qkv": {"rows": [E, E]}}, ValueError, r"parameter layers.0.a.qkv.weight of shape .*: .*add up to 48 rows"),
+    ({"qkv": {"row": [E]}}, ValueError, r"named_splits='qkv': split=.* unknown key 'row'"),
+    ({"qkv": {"heads": 3, "transposed": 1}}, TypeError, r"named_splits='qkv': transposed=1 must be True or False"),
+    ({"qkv": QKV, "a": None}, ValueError, r"matches both named_splits='qkv' and named_splits='a', whose splits differ"),
+    ({"embed": QKV}, ValueError, r"embed.* matches named_splits='embed', but goes to AdamW"),
+    ({3: QKV}, ValueError, r"named_splits holds 3, but only regular expressions and functions"),
+    ({"(": QKV}, ValueError, r"is no regular expression"),
+    ("qkv", TypeError, r"named_splits='qkv' is not allowed: it must be a mapping"),
+])
+def test_wrong_splits_by_name_are_refused(by_name, error, message):
+    model = nn.Sequential()
+    model.add_module("embed", nn.Embedding(9, E))
+    model.add_module("layers", nn.ModuleList([kind("Block", a=attention("A", "qkv", 3 * E))]))
+    with pytest.raises(error, match=message):
+        named(model, by_name, None)
+
+
+def test_reports_show_splits_of_attributes_without_an_argument():
+    model, lines = within(a=attention("A", "qkv", 3 * E)), []
+    plain_groups = package().get_default_muon_param_groups(model)
+    model.get_parameter("layers.0.a.qkv.weight").muon_split = QKV
+    groups = package().get_default_muon_param_groups(model, report=lines.append)
+    assert f"split={{'rows': [{E}, {E}, {E}]}}: 1 parameters, 3 matrices: layers.*.a.qkv.weight" in lines[0]
+    assert [sorted(group) for group in groups] == [sorted(group) for group in plain_groups]  # as saved so far
+    model.get_parameter("layers.0.a.qkv.weight").muon_split = {"rows": [5]}
+    with pytest.raises(ValueError, match="parameter layers.0.a.qkv.weight of shape .*add up to 5"):
+        package().get_default_muon_param_groups(model)
 
 
 def plain():

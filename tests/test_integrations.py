@@ -149,6 +149,13 @@ def test_overrides_are_keys_of_groups_and_the_first_pattern_counts():
     bits(optimizer)
 
 
+def test_named_splits_have_patterns_of_configs():
+    optimizer = built(lr=0.02, named_splits={"*.q_proj.weight": {"heads": 2}, "re:up": None})
+    assert values(optimizer, "split") == {f"layers.{i}.q_proj.weight": {"heads": 2} for i in (0, 1)}
+    with pytest.raises(ValueError, match=r"named_splits='\*.k.weight' matches no trainable parameter"):
+        built(named_splits={"*.k.weight": {"heads": 2}})
+
+
 def test_an_override_has_the_options_of_its_rule():
     """Of a rule of its own, else of the config's rule, whose options are no keys of another rule or of AdamW."""
     optimizer = built(rule="muon_plus", normalize="row", overrides={

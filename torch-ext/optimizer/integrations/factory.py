@@ -116,6 +116,9 @@ def _groups(model: nn.Module, grouping: Mapping) -> list[dict]:
     for key in ("adamw", "muon"):
         if key in grouping:
             grouping[key] = config.patterns(key, grouping[key])
+    if isinstance(grouping.get("named_splits"), Mapping):
+        named = grouping["named_splits"].items()
+        grouping["named_splits"] = {NamePattern(key, "named_splits"): form for key, form in named}
     split, report = grouping.get("split"), grouping.get("report")
     if isinstance(split, Mapping):
         raise ConfigError(

@@ -22,7 +22,15 @@ from .errors import shortened
 NONFINITE = ("propagate", "skip", "raise")  # allowed values of `nonfinite`
 
 # Arguments that belong elsewhere
-OF_DEFAULT_GROUPS = ("adamw", "muon", "adamw_lr", "report", "split", "allow_no_matrices")
+OF_DEFAULT_GROUPS = (
+    "adamw",
+    "muon",
+    "adamw_lr",
+    "report",
+    "split",
+    "named_splits",
+    "allow_no_matrices",
+)
 OF_NORMUON = ("beta2",)
 OTHER_NAMES = {**ALIASES, "mu": "momentum"}
 

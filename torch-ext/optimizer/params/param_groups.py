@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +17,9 @@ from torch import nn
 
 from .errors import shortened
 from .model.classification import MUON, NO_DECAY, OTHER, PARTS, Kind, classify
-from .model.fused_weights import Found, describe, find_split, matrix_count
+from .model.fused_weights import Found, describe, find_split, matrix_count, split_of_attributes
 from .model.structure import Place, Structure
-from .units import demanded_split, remedy
+from .units import demanded_split, parse, remedy
 from .validation import check_module
 
 # Attributes under which wrappers keep a model: torch.compile, FSDP1, activation checkpointing,
@@ -84,13 +84,19 @@ class Row:
     shape: tuple[int, ...]
     part: str  # name of the group, one of PARTS
     why: str  # reason in words, or the user's pattern
-    found: Found = Found()  # noqa: RUF009, immutable: keys `split` and `transposed` of the group
+    found: Found = Found()  # noqa: RUF009, immutable: how the parameter is split
     matrices: int = 0  # number of matrices of a parameter with a split
+    is_keyed: bool = True  # whether the group says the split, not only the parameter's attributes
 
     @property
     def use_muon(self) -> bool:
         """Whether Muon takes the parameter."""
         return self.part == MUON
+
+    @property
+    def keys(self) -> Found:
+        """The keys `split` and `transposed` of the group."""
+        return self.found if self.is_keyed else Found()
 
 
 def get_default_muon_param_groups(
@@ -101,6 +107,7 @@ def get_default_muon_param_groups(
     adamw_lr: float | torch.Tensor | None = None,
     allow_no_matrices: bool = False,
     split: str | None = None,
+    named_splits: Mapping[PatternLike, object] | None = None,
     report: Callable[[str], object] | None = None,
 ) -> list[dict]:
     """Split the trainable parameters of `model` into groups for `Muon`: hidden matrices to Muon,
@@ -123,29 +130,39 @@ def get_default_muon_param_groups(
     parameters for Muon come in one group for each `split` and `transposed`, with the keys that say
     them; see units.py [Note: forms of split]. "heads": also each head of q, k and v is a matrix
     (rows), and in output projections the columns of each head. None: each weight is one matrix.
-    report: a function called with the groups as a printable table, for example `print`.
+    named_splits: {pattern: form of a split} for matrices by name, which `split` then leaves alone.
+    A form may also have the key "transposed"; None is one matrix. Unlike the attribute
+    `muon_split`, which fully_shard drops, names outlast sharding. report: a function called with
+    the groups as a printable table, for example `print`.
 
     Raises ValueError if nothing goes to Muon, if a pattern matches no trainable parameter, if a
     parameter matches patterns of both kinds or cannot be stepped by Muon, if a parameter that goes
-    to AdamW has an attribute `muon_split` or `muon_transposed`, if a parameter is lazy and has no
-    shape yet, or if `split` finds a weight that looks fused, but cannot tell how.
+    to AdamW has an attribute `muon_split` or `muon_transposed` or a named split, if a named split
+    is not possible or contradicts another one, if a parameter is lazy and has no shape yet, or if
+    `split` finds a weight that looks fused, but cannot tell how.
     """
     check_module(model)
     if split not in SPLITS:
-        raise ValueError(f'split={split!r} is not allowed: it must be None, "auto" or "heads"')
+        raise ValueError(
+            f'split={split!r} is not allowed: it must be None, "auto" or "heads"; splits of '
+            "parameters by name are named_splits"
+        )
+    named = _named_patterns(named_splits)
     patterns = {"adamw": _patterns("adamw", adamw), "muon": _patterns("muon", muon)}
     places, structure = _places(model)
     split_model = list(_split(model, places, structure, patterns))
+    named_of = {param: _named_split(row, param, places[param], named) for row, param in split_model}
     rows = [row for row, _ in split_model]
     # Most likely a misspelt name: silently keeping the default would surprise later
-    for pattern in (pattern for kind in patterns.values() for pattern in kind if not pattern.found):
+    for pattern in [*patterns["adamw"], *patterns["muon"], *(pattern for pattern, _ in named)]:
+        if pattern.found:
+            continue
         raise ValueError(
             f"{pattern} matches no trainable parameter of the model, whose names are "
             f"{_some([row.name for row in rows])}: correct the pattern, or leave it out"
         )
-    if split is not None:
-        split_model = _find_splits(split_model, places, structure, split == "heads")
-        rows = [row for row, _ in split_model]
+    split_model = _find_splits(split_model, places, structure, split, named_of)
+    rows = [row for row, _ in split_model]
     # Before the next errors: the table shows why parameters do not go to Muon
     if report is not None:
         report(table(rows))
@@ -160,7 +177,7 @@ def get_default_muon_param_groups(
     # Groups in the order of PARTS; of the groups for Muon, the group without a split comes first
     groups: dict[tuple[str, str], list] = {(part, repr(Found())): [] for part in PARTS}
     for row, param in split_model:
-        groups.setdefault((row.part, repr(row.found)), []).append((row, param))
+        groups.setdefault((row.part, repr(row.keys)), []).append((row, param))
     ordered = sorted(groups.items(), key=lambda item: PARTS.index(item[0][0]))
     return [_group(members, adamw_lr) for _, members in ordered if members]
 
@@ -181,29 +198,45 @@ def _find_splits(
     split_model: list[tuple[Row, nn.Parameter]],
     places: dict[nn.Parameter, list[Place]],
     structure: Structure,
-    per_head: bool,
+    split: str | None,
+    named: dict[nn.Parameter, Found | None],
 ) -> list[tuple[Row, nn.Parameter]]:
-    """`split_model`, pairs (Row, parameter), with the splits of the parameters for Muon; with
-    `per_head` weights of attention are split into heads. Raises ValueError for the first parameter
+    """`split_model`, pairs (Row, parameter), with the splits of the parameters for Muon: those of
+    `named`, then those that the argument `split` finds. Raises ValueError for the first parameter
     whose split cannot be told, with the names of all.
     """
     result, refused = [], {}
     for row, param in split_model:
         if row.use_muon:
             try:
-                found = find_split(param, places[param], structure, per_head)
+                found = named[param]
+                if found is None and split is None:
+                    # The optimizer reads attributes itself, so the group stays as it is
+                    found, row = split_of_attributes(param), replace(row, is_keyed=False)
+                elif found is None:
+                    found = find_split(param, places[param], structure, split == "heads")
             except ValueError as error:
                 refused[row.name] = error
                 continue
-            if found != Found():
-                count = matrix_count(found, param)
-                row = replace(row, found=found, why=f"{row.why}, {describe(found)}", matrices=count)
+            if found not in (None, Found()):
+                row = _with_split(row, found, param)
         result.append((row, param))
     if refused:
         first = next(iter(refused.values()))
         others = f" (parameters like it: {_some(list(refused))})" if len(refused) > 1 else ""
         raise ValueError(f"{first}{others}")
     return result
+
+
+def _with_split(row: Row, found: Found, param: nn.Parameter) -> Row:
+    """`row` with a split. Raises ValueError or TypeError, naming the parameter, if the split is not
+    possible for its shape.
+    """
+    try:
+        count = matrix_count(found, param)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"parameter {row.name} of shape {row.shape}: {error}") from None
+    return replace(row, found=found, why=f"{row.why}, {describe(found)}", matrices=count)
 
 
 def _group(members: list[tuple[Row, nn.Parameter]], adamw_lr: float | torch.Tensor | None) -> dict:
@@ -218,9 +251,9 @@ def _group(members: list[tuple[Row, nn.Parameter]], adamw_lr: float | torch.Tens
     }
     if part == MUON:
         group["adjust_lr_fn"] = "match_rms_adamw"
-        if first.found.split is not None:
-            group["split"] = first.found.split
-        if first.found.transposed:
+        if first.keys.split is not None:
+            group["split"] = first.keys.split
+        if first.keys.transposed:
             group["transposed"] = True
         return group
     # All further options keep the optimizer's defaults
@@ -233,11 +266,13 @@ def _group(members: list[tuple[Row, nn.Parameter]], adamw_lr: float | torch.Tens
 
 
 class Pattern:
-    """A pattern of the arguments `adamw` or `muon`: a regular expression or a function."""
+    """A pattern of the arguments `adamw`, `muon` or `named_splits`: a regular expression or a
+    function.
+    """
 
     def __init__(self, argument: str, given: PatternLike) -> None:
-        """argument: "adamw" or "muon". Raises ValueError for a pattern of another type, or an
-        invalid regular expression.
+        """argument: "adamw", "muon" or "named_splits". Raises ValueError for a pattern of another
+        type, or an invalid regular expression.
         """
         self.argument = argument
         self.given = given
@@ -287,6 +322,62 @@ def _patterns(argument: str, given: Patterns) -> list[Pattern]:
             "a function of (name, module, parameter), or a list of these"
         )
     return [Pattern(argument, entry) for entry in ([given] if one else given or ())]
+
+
+def _named_patterns(given: Mapping[PatternLike, object] | None) -> list[tuple[Pattern, Found]]:
+    """The patterns and splits of the argument `named_splits`. Raises ValueError or TypeError for
+    values of another type.
+    """
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"named_splits={shortened(repr(given))} is not allowed: it must be a mapping of "
+            'regular expressions to splits, such as {"qkv": {"rows": [768, 768, 768]}}'
+        )
+    named = []
+    for key, form in given.items():
+        pattern, transposed = Pattern("named_splits", key), False
+        if isinstance(form, Mapping) and "transposed" in form:
+            transposed = form["transposed"]
+            form = {name: value for name, value in form.items() if name != "transposed"} or None
+        try:
+            if not isinstance(transposed, bool):
+                raise TypeError(f"transposed={transposed!r} must be True or False")
+            parse(form, transposed)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{pattern}: {error}") from None
+        named.append((pattern, Found(form, transposed)))
+    return named
+
+
+def _named_split(
+    row: Row, param: nn.Parameter, places: list[Place], named: list[tuple[Pattern, Found]]
+) -> Found | None:
+    """The split of a parameter by its name; None without one. Sets `found` of the patterns.
+
+    Raises ValueError if two patterns contradict, or if the parameter goes to AdamW.
+    """
+    if param.ndim < 2:  # "qkv" is meant for the weight, not for its bias
+        return None
+    # Every pattern is called, also after a match: unmatched patterns are an error
+    matching = [(pattern, found) for pattern, found in named if pattern.matches(param, places)]
+    if not matching:
+        return None
+    pattern, found = matching[0]
+    name = f"parameter {row.name} of shape {row.shape}"
+    for other, differing in matching[1:]:
+        if differing != found:
+            raise ValueError(
+                f"{name} matches both {pattern} and {other}, whose splits differ: narrow one of "
+                "the patterns"
+            )
+    if not row.use_muon:
+        raise ValueError(
+            f"{name} matches {pattern}, but goes to AdamW ({row.why}), which steps elements, and "
+            "cuts nothing. Narrow the pattern, or pass the parameter's name as muon= as well"
+        )
+    return found
 
 
 def _some(names: list[str]) -> str:

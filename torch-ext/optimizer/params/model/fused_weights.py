@@ -55,9 +55,9 @@ def find_split(
     value None. Weights of adapters are not split. Raises ValueError, naming the parameter, if its
     projections cannot be told, or if the sizes found do not add up to its shape.
     """
-    if any(hasattr(param, attribute) for attribute in ATTRIBUTES):
-        split, transposed = (getattr(param, attribute, None) for attribute in ATTRIBUTES)
-        return Found(split, bool(transposed))
+    demanded = split_of_attributes(param)
+    if demanded is not None:
+        return demanded
     if param.ndim > 3:
         return Found()
     for place in places:
@@ -68,6 +68,14 @@ def find_split(
         if form is not None or weight.transposed:
             return _checked(Found(form, weight.transposed), weight)
     return Found()
+
+
+def split_of_attributes(param: nn.Parameter) -> Found | None:
+    """The split by the attributes `muon_split` and `muon_transposed`; None without either."""
+    if not any(hasattr(param, attribute) for attribute in ATTRIBUTES):
+        return None
+    split, transposed = (getattr(param, attribute, None) for attribute in ATTRIBUTES)
+    return Found(split, bool(transposed))
 
 
 def _weight(param: nn.Parameter, place: Place, structure: Structure) -> Weight | None:
@@ -109,7 +117,8 @@ def _form(weight: Weight, per_head: bool) -> dict | None:
         except ValueError as error:
             raise ValueError(
                 f"parameter {weight.name} of shape {weight.shape} belongs to attention of "
-                f"{class_paths(weight.holder)[0]}, but {error}. Found: {weight.facts()}. {HOW}"
+                f"{class_paths(weight.holder)[0]}, but {error}. Found: {weight.facts()}. "
+                f"{_how(weight)}"
             ) from None
     found = other if fused is None else fused
     if found is not None:
@@ -146,16 +155,20 @@ def _checked(found: Found, weight: Weight) -> Found:
     except ValueError as error:
         raise ValueError(
             f"parameter {weight.name} of shape {weight.shape} is a fused weight of "
-            f"{class_paths(weight.holder)[0]}, but {error}. Found: {weight.facts()}. {HOW}"
+            f"{class_paths(weight.holder)[0]}, but {error}. Found: {weight.facts()}. {_how(weight)}"
         ) from None
     return found
 
 
-HOW = (
-    "Say which parts it holds with an attribute of the parameter before this call, for example "
-    'param.muon_split = {"rows": [sizes]} (None: one matrix), or leave out `split` and set '
-    "the key `split` of a group yourself"
-)
+def _how(weight: Weight) -> str:
+    """Advice for a weight whose parts cannot be told, with a pattern of its name."""
+    parts = weight.name.removesuffix(".weight").split(".")[-2:]
+    pattern = ".".join(parts if not parts[0].isdigit() else parts[1:])
+    return (
+        f"Say which parts it holds by its name, for example named_splits={{{pattern!r}: "
+        '{"rows": [sizes]}} (None: one matrix), or leave out `split` and set the key `split` of a '
+        "group yourself"
+    )
 
 
 def _refusal(weight: Weight, candidates: list[Blocks]) -> str:
@@ -164,7 +177,7 @@ def _refusal(weight: Weight, candidates: list[Blocks]) -> str:
     return (
         f"parameter {weight.name} of shape {weight.shape} looks like a fused weight, but the order "
         f"of its parts is unknown: {class_paths(weight.holder)[0]} is no class that "
-        f"`split` knows. Found: {weight.facts()}. Possible: {forms}, or one matrix. {HOW}"
+        f"`split` knows. Found: {weight.facts()}. Possible: {forms}, or one matrix. {_how(weight)}"
     )
 
 
