@@ -111,6 +111,13 @@ def test_the_file_says_what_is_in_it(tmp_path):
     assert torch.equal(tensors["state.experts.second_moment"], optimizer.state[model.experts]["second_moment"])
 
 
+@pytest.mark.parametrize("what", ["export_state", "import_state"])
+def test_a_state_dict_in_place_of_a_path_is_refused(what):
+    optimizer = package().Muon([("w", nn.Parameter(torch.zeros(4, 4)))])
+    with pytest.raises(TypeError, match="path is of type dict, but .* A state dict goes to optimizer.load_state_dict"):
+        getattr(package(), what)(optimizer, optimizer.state_dict())
+
+
 def test_names_come_from_the_model_under_any_wrapper(tmp_path):
     """Groups without names; saved from a compiled model, loaded into a plain one."""
     model, _ = trained(0)

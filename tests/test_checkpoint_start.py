@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from tests import test_checkpoint as chains
@@ -322,6 +323,57 @@ def test_holes_of_a_checkpoint_begin_anew():
     give_gradients(other)
     heir.step()
     assert [heir.state[p]["step"].item() for p in (other[0].bias, other[2].bias)] == [1.0, 1.0]
+
+
+def hand_over(adamw, optimizer):
+    """The block of docs/migration.md."""
+    matrices = {p for group in optimizer.param_groups if group["use_muon"] for p in group["params"]}
+    number = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    state = optimizer.state_dict()
+    for p, kept in adamw.state.items():
+        state["state"][number[p]] = {"momentum_buffer": kept["exp_avg"]} if p in matrices else kept
+    optimizer.load_state_dict(state)
+
+
+def after_adamw(shard=None):
+    """The weights after two steps of AdamW and two of Muon, which goes on with AdamW's averages."""
+    model, _ = small()
+    if shard is not None:
+        shard(model)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(4):
+        generator = torch.Generator().manual_seed(number)
+        for param in model.parameters():
+            grad = torch.randn(param.shape, generator=generator)
+            param.grad = grad if shard is None else distribute_tensor(grad, param.device_mesh, param.placements)
+        if number == 2:
+            optimizer = package().Muon(package().get_default_muon_param_groups(model), lr=1e-2)
+            hand_over(adamw, optimizer)
+            assert optimizer.state[model[0].bias]["step"].item() == 2
+        (adamw if number < 2 else optimizer).step()
+    return [p.detach() if shard is None else p.full_tensor() for p in model.parameters()]
+
+
+def after_adamw_on_two_ranks(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    return after_adamw(lambda model: [fully_shard(part, mesh=mesh) for part in (model[0], model)])
+
+
+def test_adamws_averages_go_on_as_momentum_sharded_and_whole():
+    whole = after_adamw()
+    for weights in run_ranks(2, after_adamw_on_two_ranks):
+        assert all(map(torch.equal, weights, whole))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_state_of_adamw_for_all_parameters_names_the_way(named):
+    model, groups = small()
+    adamw = torch.optim.AdamW(model.named_parameters() if named else model.parameters())
+    give_gradients(model)
+    adamw.step()
+    with pytest.warns(UserWarning) if named else warnings.catch_warnings():
+        with pytest.raises(ValueError, match="AdamW's averages can become momentum: docs/migration.md"):
+            package().Muon(groups).load_state_dict(adamw.state_dict())
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "step"])

@@ -260,6 +260,15 @@ def candidates(keys: Iterable[str], state_keys: Iterable[str]) -> list[str]:
     return []
 
 
+def going_on_from_adamw(keys: Iterable[str], key: str) -> str:
+    """Return advice, the end of a message, if the keys of state or of all groups are those of an
+    AdamW that stepped all parameters; else "". `key`: a key of AdamW.
+    """
+    if key not in keys or any("momentum" in str(other) for other in keys):
+        return ""
+    return ". AdamW's averages can become momentum: docs/migration.md, From AdamW"
+
+
 def listed(keys: Iterable) -> str:
     """Return sorted keys as text for a message, shortened."""
     return shortened(", ".join(sorted(map(str, keys)))) or "nothing"

@@ -265,7 +265,14 @@ def _digest(tensors: dict) -> str:
 
 
 def _path_text(path: str | bytes | os.PathLike) -> str:
-    """Return a path as text. Raises ValueError for a path with a NUL character."""
+    """Return a path as text. Raises TypeError for a value that is no path, and ValueError for a
+    path with a NUL character.
+    """
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"path is of type {type(path).__name__}, but it must be the path of a file: pass "
+            "(optimizer, path). A state dict goes to optimizer.load_state_dict"
+        )
     text = os.fsdecode(path)
     if "\0" in text:
         raise ValueError(f"the path {shortened(repr(text))} holds a NUL character: remove it")

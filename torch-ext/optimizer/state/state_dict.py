@@ -44,7 +44,7 @@ from ..rules.rule import (
 from .consolidated import refuse_elsewhere
 from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
-from .peers import PEERS, listed, marked
+from .peers import PEERS, going_on_from_adamw, listed, marked
 from .shard_check import check_shards
 from .weights.split import check_place, check_rest, warn_of_rests, with_own_precision
 
@@ -227,6 +227,7 @@ def matched_groups(saved: list[dict], own: list[dict]) -> list[dict]:
             f"optimizer of {shortened(own_lengths)}, and they cannot be matched by name: "
             f"{obstacle}. Build the groups as they were saved, or name the parameters "
             "of both optimizers (pass pairs (name, parameter))"
+            f"{going_on_from_adamw(set().union(*saved), 'betas')}"
         )
     # By position, as torch does
     matched = [_reordered(*pair) for pair in zip(saved, own)]
@@ -534,10 +535,9 @@ def check_state(
     needed = momentum or set(keys) - {INITIAL_KEY, REST_KEY}
     if state and not needed <= set(state):
         raise ValueError(
-            f"the state of parameter {name} is "
-            f"{shortened(', '.join(sorted(map(str, state))))}, but it needs "
-            f"{', '.join(keys)}: a part of it was lost, or it was saved by another "
-            "optimizer or for another kind of group"
+            f"the state of parameter {name} is {listed(state)}, but it needs {', '.join(keys)}: a "
+            "part of it was lost, or it was saved by another optimizer or for another kind of "
+            f"group{going_on_from_adamw(state, 'exp_avg')}"
         )
     for key in [k for k in keys if k in state]:
         shape = state_shape(param, key, split)
