@@ -544,6 +544,23 @@ def test_other_optimizers_momentum_is_refused_when_loaded():
         package().Muon(params).load_state_dict(saved)
 
 
+@pytest.mark.parametrize("name", ["NAdam", "RAdam"])
+def test_averages_of_nadam_and_radam_are_not_taken_for_those_of_adamw(name):
+    params = [nn.Parameter(torch.randn(8))]
+    theirs = getattr(torch.optim, name)(params, decoupled_weight_decay=True)
+    train(theirs, params, range(1))
+    saved = theirs.state_dict()
+    ours = package().Muon([{"params": params, "use_muon": False}])
+    with pytest.raises(ValueError, match=f"group 0 was saved by torch.optim.{name}"):
+        ours.load_state_dict(saved)
+    del saved["param_groups"][0]["decoupled_weight_decay"]
+    ours.load_state_dict(saved)
+    assert torch.equal(ours.state[params[0]]["exp_avg_sq"], theirs.state[params[0]]["exp_avg_sq"])
+    adamw = torch.optim.AdamW(params)
+    train(adamw, params, range(1))
+    ours.load_state_dict(adamw.state_dict())
+
+
 def test_keys_that_the_own_group_has_are_no_marks():
     """Somebody may keep a number in our groups under a name that another Muon writes."""
     optimizer = package().Muon([nn.Parameter(torch.randn(4, 3))])

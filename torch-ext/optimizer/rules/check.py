@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -123,6 +124,7 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
             f"rule {name!r} inherits `{inner[0]}` of a built-in rule, which only rules of this "
             "package have: subclass Rule"
         )
+    _check_spelling(own, name)
     _check_declarations(rule, name, taken)
     trial = _Trial(rule)
     try:
@@ -140,6 +142,20 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
             f"rule {name!r} keeps {sorted(vars(trial.rule))[0]!r} on itself, where no checkpoint "
             "and no other layout would find it: declare it in `state`"
         )
+
+
+def _check_spelling(own: set[str], name: str) -> None:
+    """Raise ValueError if a class has an attribute that is close to a name of `Rule`, and would
+    therefore step as plain Muon. `own`: the attributes of the class and its bases below `Rule`.
+    """
+    known = [key for key in vars(Rule) if not key.startswith("_") and key not in INNER]
+    for key in sorted(own - vars(Rule).keys()):
+        close = difflib.get_close_matches(key, known, 1, 0.8)
+        if close and not key.startswith("_"):
+            raise ValueError(
+                f"rule {name!r} has `{key}`, which the package never reads: did you mean "
+                f"`{close[0]}`? Let the names of helpers begin with an underscore"
+            )
 
 
 def _check_declarations(rule: type[Rule], name: str, taken: Collection[str]) -> None:

@@ -1,7 +1,7 @@
 """Facts about the Muons of other packages: keys of their state dicts, arguments and coefficients.
 
-`PEERS`: the packages. `candidates`: which packages may have written a state dict. Conversion is in
-convert.py, loading in state_dict.py.
+`PEERS`: the packages. `candidates`: which packages may have written a state dict. `check_source`
+refuses groups of others at loading. Conversion is in convert.py, loading in state_dict.py.
 """
 
 from __future__ import annotations
@@ -272,3 +272,37 @@ def going_on_from_adamw(keys: Iterable[str], key: str) -> str:
 def listed(keys: Iterable) -> str:
     """Return sorted keys as text for a message, shortened."""
     return shortened(", ".join(sorted(map(str, keys)))) or "nothing"
+
+
+def check_source(number: int, group: dict, saved: dict) -> None:
+    """Raise ValueError for a group saved by a Muon of another package or by SGD, NAdam or RAdam,
+    whose state or options have a different meaning. Keys of the own group identify no package.
+    """
+    where = f"parameter group {number} was saved by"
+    convert = "pass the state dict through convert_state_dict first, which says more"
+    if names := marked(set(saved) - set(group)):
+        raise ValueError(
+            f"{where} {PEERS[names[0]].title} (keys {listed(saved)}), which scales its "
+            f"state or its steps differently: {convert}"
+        )
+    if "dampening" in set(saved) - set(group):
+        raise ValueError(
+            f"{where} torch.optim.SGD, whose weight decay is part of the gradient. Its "
+            "momentum_buffer is momentum_sum here if dampening is 0: rename the key and remove "
+            "dampening from the group, or begin the momentum anew"
+        )
+    # Adam and AdamW write amsgrad, too. Their averages are equal, but the next step is not
+    if "decoupled_weight_decay" in saved and "amsgrad" not in saved:
+        name = "NAdam" if "momentum_decay" in saved else "RAdam"
+        raise ValueError(
+            f"{where} torch.optim.{name}, whose step from these averages is another one than "
+            "AdamW's. To go on with AdamW all the same, remove decoupled_weight_decay from the "
+            "group"
+        )
+    # A state dict of an older version of this package may lack one of the two
+    own_marks = {"adjust_lr_fn", "ns_coefficients"}
+    if group["use_muon"] and "momentum" in saved and not own_marks & set(saved):
+        raise ValueError(
+            f"{where} another optimizer: it has momentum, but no adjust_lr_fn (keys "
+            f"{listed(saved)}). If that was a Muon, {convert}"
+        )

@@ -44,7 +44,7 @@ from ..rules.rule import (
 from .consolidated import refuse_elsewhere
 from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
-from .peers import PEERS, going_on_from_adamw, listed, marked
+from .peers import check_source, going_on_from_adamw, listed
 from .shard_check import check_shards
 from .weights.split import check_place, check_rest, warn_of_rests, with_own_precision
 
@@ -537,7 +537,7 @@ def check_state(
         raise ValueError(
             f"the state of parameter {name} is {listed(state)}, but it needs {', '.join(keys)}: a "
             "part of it was lost, or it was saved by another optimizer or for another kind of "
-            f"group{going_on_from_adamw(state, 'exp_avg')}"
+            f"group{going_on_from_adamw(state, 'exp_avg') if momentum else ''}"
         )
     for key in [k for k in keys if k in state]:
         shape = state_shape(param, key, split)
@@ -580,32 +580,6 @@ def _check_param_kind(name: str, group: dict, saved: dict) -> None:
         )
 
 
-def _check_source(number: int, group: dict, saved: dict) -> None:
-    """Raise ValueError for a group saved by a Muon of another package or by SGD, whose momentum and
-    options have a different meaning. Keys of the own group identify no package.
-    """
-    where = f"parameter group {number} was saved by"
-    convert = "pass the state dict through convert_state_dict first, which says more"
-    if names := marked(set(saved) - set(group)):
-        raise ValueError(
-            f"{where} {PEERS[names[0]].title} (keys {listed(saved)}), which scales its "
-            f"state or its steps differently: {convert}"
-        )
-    if "dampening" in set(saved) - set(group):
-        raise ValueError(
-            f"{where} torch.optim.SGD, whose weight decay is part of the gradient. Its "
-            "momentum_buffer is momentum_sum here if dampening is 0: rename the key and remove "
-            "dampening from the group, or begin the momentum anew"
-        )
-    # A state dict of an older version of this package may lack one of the two
-    own_marks = {"adjust_lr_fn", "ns_coefficients"}
-    if group["use_muon"] and "momentum" in saved and not own_marks & set(saved):
-        raise ValueError(
-            f"{where} another optimizer: it has momentum, but no adjust_lr_fn (keys "
-            f"{listed(saved)}). If that was a Muon, {convert}"
-        )
-
-
 def check_same_rule(number: int, group: dict, saved: dict) -> None:
     """Raise ValueError for a group that was saved with another rule. Every rule accepts the
     momentum of Muon, which groups without a key `rule` have.
@@ -628,7 +602,7 @@ def _check_options(number: int, group: dict, saved: dict) -> None:
     """Raise ValueError for a group of a different optimizer, and for options that change the rule
     of a step and are unknown to this optimizer.
     """
-    _check_source(number, group, saved)
+    check_source(number, group, saved)
     check_same_rule(number, group, saved)
     other = [key for key in CHANGED if saved.get(key)]
     other += ["decoupled_weight_decay"] * (
