@@ -459,7 +459,8 @@ UNKNOWN = {
     "LR": "did you mean 'lr'?", "learning_rate": "did you mean 'lr'?",
     "betas": "did you mean 'adamw_betas'?", "fused": "leave it out",
     "adamw_lr": "pass it to get_default_muon_param_groups", "beta2": "an option of NorMuon",
-    "fraction": "an option of 'dion2', 'dion3': pass the rule",
+    "fraction": "an option of 'dion2', 'dion3': pass the rule", "normalise": "did you mean 'normalize'?",
+    "named_split": "did you mean 'named_splits'", "beta_2": "did you mean 'beta2'",
 }
 
 
@@ -485,6 +486,15 @@ def test_a_workspace_without_room(value):
 
 def test_unreduced_gradients_without_a_process_group():
     refuse(["grads_are_reduced=False", "process_group"], [matrix()], grads_are_reduced=False)
+
+
+def test_a_misspelt_option_of_a_rule_of_the_users_own():
+    rule = type("Shrinking", (package().Rule,), {"options": {"gamma": 0.5}, "after": lambda self, O, units: O / 2})
+    refuse(["there is no argument 'gama': did you mean 'gamma'?"], [matrix()], error=TypeError, rule=rule, gama=0.4)
+
+
+def test_a_process_group_by_name():
+    refuse(["process_group='world' is a text", "dist.group.WORLD"], [matrix()], process_group="world")
 
 
 def test_a_process_group_of_nothing():

@@ -475,7 +475,7 @@ WRONG_OF_DION = {
     "rate of truth": ({"lr": True}, "lr: True is a truth value, but float is needed"),
     "epsilon of truth": ({"epsilon": False}, "epsilon: False is a truth value"),
     "factor": ({"adjust_lr": ["rms_norm"]}, r"adjust_lr=\['rms_norm'\] must be one of"),
-    "mesh": ({"distributed_mesh": "world"}, "distributed_mesh was given, but torch.distributed is not initialized"),
+    "mesh": ({"distributed_mesh": "world"}, "distributed_mesh='world' is a text: pass the process group itself"),
 }
 WRONG_GROUPS_OF_DION = {
     "momentum": ({"mu": 2.0}, r"in group 0 \(#0\): mu=2.0 is not allowed"),

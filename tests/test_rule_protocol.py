@@ -467,6 +467,11 @@ WRONG = {
     "one state": ({"state": 3}, TypeError, "`state` is 3, but must be a tuple of State"),
     "names of options": ({"options": ["clip"]}, TypeError, "`options` is .'clip'., but must be a dict of defaults"),
     "an error": ({"before": lambda self, U, units: U @ U}, ValueError, "fails in a trial on small tensors"),
+    "an option of units": ({"before": lambda self, U, units: U * units.clip}, ValueError, "read as units.numbers.clip"),
+    "undeclared state": ({"after": lambda self, O, units: O * units.state["seen"]}, ValueError,
+                         r"'seen'. Declared in `state` are \['of_elements', 'of_rows'\]"),
+    "an unread weight": ({"reads_weight": False, "after": lambda self, O, units: O * units.weight}, ValueError,
+                         "units.weight is None without reads_weight = True"),
 }
 
 

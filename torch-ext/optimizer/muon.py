@@ -172,7 +172,7 @@ class Muon(MetricsMethods):
         extra = {key: options.pop(key) for key in self._extra_keys}
         rule_options = check.take_options(rule, options)
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
-        self._start(MuonConfig.of(options, Muon.__init__))
+        self._start(MuonConfig.of(options, Muon.__init__, rule))
         self._rule, self._rule_options = rule, rule_options
         self._store_weights_by(rounding, rounding_seed, master_weights)
         params = validation.readable(params)

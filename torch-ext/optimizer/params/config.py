@@ -8,13 +8,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ..rules.rule import options_of
 from .checks.group_keys import ALIASES
 from .checks.rule_options import owners_in_words, owners_of_options
 from .errors import shortened
@@ -37,8 +38,12 @@ OTHER_NAMES = {**ALIASES, "mu": "momentum"}
 Function = TypeVar("Function", bound=Callable)
 
 
-def _meant(argument: str, parameters: Mapping[str, inspect.Parameter]) -> str:
-    """What to do about an argument that is not in `parameters` of `Muon`, for a message."""
+def _meant(
+    argument: str, parameters: Mapping[str, inspect.Parameter], options: Iterable[str]
+) -> str:
+    """What to do about an argument that is not in `parameters` of `Muon`, for a message.
+    `options`: of the rule that was given with it.
+    """
     if argument in OF_DEFAULT_GROUPS:
         return "pass it to get_default_muon_param_groups"
     if argument in OF_NORMUON:
@@ -48,7 +53,9 @@ def _meant(argument: str, parameters: Mapping[str, inspect.Parameter]) -> str:
     low = argument.lower()
     known = [name for name in parameters if name not in ("self", "params")]
     name = OTHER_NAMES.get(low)
+    others = [*options, *OF_NORMUON, *OF_DEFAULT_GROUPS, *owners_of_options()]
     found = [name] if name else difflib.get_close_matches(low, known, 2, 0.6)
+    found = found or difflib.get_close_matches(low, dict.fromkeys(others), 2, 0.6)
     if found:
         return f"did you mean {' or '.join(map(repr, found))}?"
     own = [name for name in known if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
@@ -95,9 +102,9 @@ class MuonConfig:
     qk_clip: object = None  # a QKClip; None: no weight is scaled
 
     @classmethod
-    def of(cls, given: dict[str, object], function: Callable) -> MuonConfig:
+    def of(cls, given: dict[str, object], function: Callable, rule: object = None) -> MuonConfig:
         """The config of the keyword arguments `given`; fields without an argument take defaults.
-        `function`: `Muon.__init__`, whose parameters a message names.
+        `function`: `Muon.__init__`, whose parameters a message names. `rule`: given with them.
 
         A 1-D DeviceMesh as process_group is replaced by its process group. Raises TypeError for an
         unknown argument, ValueError for a mesh of several dims.
@@ -106,7 +113,7 @@ class MuonConfig:
         if unknown := sorted(set(given) - set(known)):
             raise TypeError(
                 f"there is no argument {shortened(repr(unknown[0]))}: "
-                f"{_meant(unknown[0], inspect.signature(function).parameters)}"
+                f"{_meant(unknown[0], inspect.signature(function).parameters, options_of(rule))}"
             )
         if "process_group" in given:
             given = {**given, "process_group": group_of_mesh(given["process_group"])}
@@ -161,6 +168,11 @@ class MuonConfig:
         is_real = self.process_group is not None and not isinstance(
             self.process_group, AssumedRanks
         )
+        if isinstance(self.process_group, str):
+            raise ValueError(
+                f"process_group={shortened(repr(self.process_group))} is a text: pass the process "
+                "group itself, such as dist.group.WORLD (names are for configs of MuonFactory)"
+            )
         if is_real and not dist.is_initialized():
             raise ValueError(
                 "process_group was given, but torch.distributed is not initialized: call "

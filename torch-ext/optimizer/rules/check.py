@@ -27,6 +27,7 @@ from .rule import (
     State,
     Units,
     device_scalars,
+    options_of,
     overrides,
     register,
     rule_name,
@@ -44,9 +45,8 @@ def take_options(rule: object, arguments: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of a rule, a name or a class of rules, from the arguments of an optimizer,
     and return them. Another `rule` has none: `adopt` refuses it.
     """
-    known = RULES.get(rule) if isinstance(rule, str) else rule
-    options = getattr(known, "options", {})
-    return {key: arguments.pop(key) for key in [key for key in options if key in arguments]}
+    keys = [key for key in options_of(rule) if key in arguments]
+    return {key: arguments.pop(key) for key in keys}
 
 
 def adopt(
@@ -136,12 +136,26 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
     except Exception as error:
         if _is_raised_by_distributed(error):
             raise ValueError(_collective_text(name, f"torch.distributed ({error})")) from error
-        raise ValueError(f"rule {name!r} fails in a trial on small tensors: {error}") from error
+        raise ValueError(
+            f"rule {name!r} fails in a trial on small tensors: {error}{_hint(error, rule)}"
+        ) from error
     if vars(trial.rule):
         raise ValueError(
             f"rule {name!r} keeps {sorted(vars(trial.rule))[0]!r} on itself, where no checkpoint "
             "and no other layout would find it: declare it in `state`"
         )
+
+
+def _hint(error: Exception, rule: type[Rule]) -> str:
+    """What an error in a phase most likely means, the end of a message; "" if nothing is known."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, Units):
+        return f". Options are read as units.numbers.{error.name}"
+    if isinstance(error, KeyError):
+        declared = [state.key for state in rule.state]
+        return f". Declared in `state` are {declared}, in `sends` {list(rule.sends)}"
+    if isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error):
+        return "" if rule.reads_weight else ". units.weight is None without reads_weight = True"
+    return ""
 
 
 def _check_spelling(own: set[str], name: str) -> None:

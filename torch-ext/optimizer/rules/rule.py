@@ -326,6 +326,14 @@ def rule_name(rule: type[Rule]) -> str:
     return rule.name or rule.__name__
 
 
+def options_of(rule: object) -> Mapping[str, Any]:
+    """Options of the value of an argument `rule`, a name or a class of rules, with their defaults;
+    of any other value none.
+    """
+    known = RULES.get(rule) if isinstance(rule, str) else rule
+    return getattr(known, "options", {})
+
+
 def register(rule: type[Rule]) -> type[Rule]:
     """Add a class to `RULES` and its state to `STATES`; return the class.
 
