@@ -215,7 +215,8 @@ def draw_curves(axes, rows: list[dict[str, str]], sweep: Sweep) -> bool:
     last = last_losses(found)
     if not last:
         return False
-    gray = "no difference from muon found, or too few seeds"
+    few = any(convergence_table.beside_muon(found, name)[0] == "open" for name in last)
+    gray = f"no difference from muon found{', or too few seeds' * few}"
     for name in sorted(last, key=last.get, reverse=True):
         curve = convergence_table.mean_curve(convergence_table.best_rows(found, name))
         tokens, losses = zip(*((millions_per_step * step, loss) for step, loss in curve))
