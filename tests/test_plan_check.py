@@ -94,7 +94,15 @@ def test_the_odd_rank_and_what_it_has_are_told(case, mode, optimizer):
             assert f"rank {rank}: the ranks have different plans. Ranks [2] and ranks [0, 1, 3] differ in: {what}" in (
                 message), message
             assert "Build the optimizer alike on all ranks" in message
+            assert "; on this rank" in message or what.startswith("parameters; "), message
         assert not moved
+
+
+def test_each_rank_says_its_own_value(optimizer):
+    odd = {"group": {"split": {"heads": 2}}}
+    for rank, (messages, _) in enumerate(run_threads(4, told, "reduced", odd, timeout=20)):
+        own = [{"heads": 2} if rank == 2 else None, None]
+        assert f"differ in: group option split; on this rank by group: {own}. Build the optimizer" in messages[0]
 
 
 def test_another_placement_is_told(optimizer):

@@ -26,7 +26,7 @@ from ..kernels.backend import triton_version, use_triton
 from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import local_of
-from ..params.errors import fsdp_names, warn_caller
+from ..params.errors import fsdp_names, shortened, warn_caller
 from ..params.layout import this_rank
 from ..params.units import NOT_VIEWABLE, is_viewable, shapes_of
 from ..params.validation import OPTIONAL_KEYS
@@ -125,14 +125,15 @@ def check_plans(
             for plan, numbers in members
             for entry in _param_digests(plan, sorted(numbers), known)
         ]
-        facts = [*_fact_digests(ranks, members, params, options), _first_not_viewable(members)]
+        digests, values = _fact_digests(ranks, members, params, options)
+        facts = [*digests, _first_not_viewable(members)]
         with errors.during(f"the comparison of plans of ranks {ranks}"):
             device = local_of(members[0][0].params[0]).device
             # A shared group: overlap, which needs dedicated groups, may be on for some ranks only,
             # and the comparison has to find that out
             common = process_groups.shared_groups()
             group = _create_group(common, ranks, common.find_any_order(ranks), device)
-            _compare(facts, params, group, device)
+            _compare(facts, values, params, group, device)
             later += _compare_copies(members, known, options, group, device)
             _reuse_idle_group(ranks, process_groups, group, device)
             _create_group(process_groups, ranks, group, device)
@@ -243,9 +244,10 @@ def _fact_digests(
     members: list[tuple[Plan, set[int]]],
     params: list[tuple[str, int]],
     options: MuonConfig,
-) -> list[int]:
-    """Return an integer for each of FACTS but the last. `members`: [(plan, indices of the
-    parameters that `ranks` have in common)].
+) -> tuple[list[int], list[object]]:
+    """Return an integer for each of FACTS but the last, and the values of the first facts, to be
+    shown if they differ. `members`: [(plan, indices of the parameters that `ranks` have in
+    common)].
     """
     plans = [plan for plan, _ in members]
     device = local_of(plans[0].params[0]).device
@@ -267,7 +269,7 @@ def _fact_digests(
         backend.bit_relevant_settings(),
         sorted({plan.cost_model_key for plan in plans} - {""}),
     )
-    texts = [
+    values = [
         _sources(),
         torch.__version__,
         kernels,
@@ -277,12 +279,13 @@ def _fact_digests(
         len(groups),
         *by_group,
     ]
-    return [
-        *map(_digest_int, texts),
+    digests = [
+        *map(_digest_int, values),
         len(params),
         _digest_int([number for _, number in params]),
         _digest_int(buckets),
     ]
+    return digests, [*values, len(params)]
 
 
 def _first_not_viewable(members: list[tuple[Plan, set[int]]]) -> int:
@@ -371,10 +374,15 @@ def _sources() -> str:
 
 
 def _compare(
-    facts: list[int], params: list[tuple[str, int]], group: dist.ProcessGroup, device: torch.device
+    facts: list[int],
+    values: list[object],
+    params: list[tuple[str, int]],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> None:
-    """Raise RuntimeError with the first fact that differs between the ranks of `group`, or
-    NotImplementedError if a rank cannot view a parameter. Collective.
+    """Raise RuntimeError with the first fact that differs between the ranks of `group`, and its
+    value of `values` on this rank, or NotImplementedError if a rank cannot view a parameter.
+    Collective.
     """
     ranks = dist.get_process_group_ranks(group)
     rows = _gather(facts, group, device)
@@ -383,6 +391,9 @@ def _compare(
         # All ranks have equal rows, so that all take part in the second gather or none does
         if odd and fact == "parameters":
             fact = _first_difference(params, group, device)
+        elif odd and index < len(values):
+            by_group = " by group" * (fact.startswith("group option") and len(values[index]) > 1)
+            fact += f"; on this rank{by_group}: {_shown(values[index])}"
         if odd:
             usual = [rank for rank in ranks if rank not in odd]
             raise RuntimeError(
@@ -396,6 +407,12 @@ def _compare(
         where = ", ".join(str(rank) for rank, place in places.items() if place == first)
         refusal = NOT_VIEWABLE.format(f"as on ranks {where}")
         raise NotImplementedError(f"parameter {params[first - 1][0]}: {refusal}")
+
+
+def _shown(value: object) -> str:
+    """A value of `_fact_digests` as text; of a list with one entry, the entry."""
+    one = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return shortened(one if isinstance(one, str) else repr(one))
 
 
 def _minority(ranks: list[int], values: list) -> list[int]:
