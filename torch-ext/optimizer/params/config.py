@@ -168,11 +168,6 @@ class MuonConfig:
         is_real = self.process_group is not None and not isinstance(
             self.process_group, AssumedRanks
         )
-        if isinstance(self.process_group, str):
-            raise ValueError(
-                f"process_group={shortened(repr(self.process_group))} is a text: pass the process "
-                "group itself, such as dist.group.WORLD (names are for configs of MuonFactory)"
-            )
         if is_real and not dist.is_initialized():
             raise ValueError(
                 "process_group was given, but torch.distributed is not initialized: call "
@@ -292,8 +287,13 @@ def check_own_process_group(given: object, options: MuonConfig) -> None:
 def group_of_mesh(given: object) -> object:
     """The process group of a 1-D DeviceMesh; any object but a DeviceMesh is returned unchanged.
 
-    Raises ValueError for a DeviceMesh of several dims.
+    Raises ValueError for a DeviceMesh of several dims, and for a text.
     """
+    if isinstance(given, str):
+        raise ValueError(
+            f"process_group={shortened(repr(given))} is a text: pass the process group itself, "
+            "such as dist.group.WORLD (names are for configs of MuonFactory)"
+        )
     # While the module of DeviceMesh has not been imported, no mesh can exist; importing is slow
     module = sys.modules.get("torch.distributed.device_mesh")
     if module is None or not isinstance(given, module.DeviceMesh):

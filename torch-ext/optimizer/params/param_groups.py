@@ -207,19 +207,18 @@ def _find_splits(
     """
     result, refused = [], {}
     for row, param in split_model:
-        if row.use_muon:
-            try:
-                found = named[param]
-                if found is None and split is None:
-                    # The optimizer reads attributes itself, so the group stays as it is
-                    found, row = split_of_attributes(param), replace(row, is_keyed=False)
-                elif found is None:
-                    found = find_split(param, places[param], structure, split == "heads")
-            except ValueError as error:
-                refused[row.name] = error
-                continue
-            if found not in (None, Found()):
-                row = _with_split(row, found, param)
+        found = named[param]
+        try:
+            if row.use_muon and found is None and split is not None:
+                found = find_split(param, places[param], structure, split == "heads")
+        except ValueError as error:
+            refused[row.name] = error
+            continue
+        if row.use_muon and found is None:
+            # The optimizer reads attributes itself, so the group stays as it is
+            found, row = split_of_attributes(param), replace(row, is_keyed=False)
+        if found not in (None, Found()):
+            row = _with_split(row, found, param)
         result.append((row, param))
     if refused:
         first = next(iter(refused.values()))
