@@ -56,9 +56,9 @@ LAYOUTS = ("fsdp", "ddp")
 HEADS = ("kind", "what", "where", "this rank", "largest rank")
 # (kind, what, group, dtype, where) of a row
 Key = tuple[str, str, int | None, str | None, str]
-ASSUMED_GPU = "sm90"  # whose measured times choose owners
+ASSUMED_GPU = "sm90"  # architecture whose measured times are used for parameters on the meta device
 PartsOf = Callable[[int], list[tuple[Bucket, RankPlan]]]
-# Objects with numbers only: no tensor is looked for inside
+# Classes of plans, which hold numbers only: `_tensors_in` does not search inside
 PLANNED = (Plan, Bucket, RankPlan, Piece, Layout, MuonConfig)
 
 
@@ -258,7 +258,8 @@ def plans_of(
     gradients of all parameters that require one. None: a plan without buckets. Sends nothing.
 
     `planner`: returns a new planner; parameters that a process steps alone are planned apart, as in
-    a step. `options_by_group`: the options of each group.
+    a step. `options_by_group`: the options of each group. Raises as `Planner.plan`, and ValueError
+    if buckets exceed `workspace_bytes`.
     """
     plans = []
     for alone in (False, True):
@@ -352,7 +353,8 @@ def _bytes_at(
             sizes = [getattr(torch, key[3]).itemsize for key in on_host]
             uncut = max(uncut, _uncut_bytes(rank, plan, i, sizes))
         if not plan.group["use_muon"]:
-            # Plans, and the buckets of a plan, are stepped in turn
+            # Plans are stepped one after another, and so are the buckets of a plan: the largest
+            # temporaries count, not the sum
             for members in _stepped_at(rank, plan):
                 found[COPIES] = max(found[COPIES], _copied_bytes(members, plan, options))
     if offloaded:
@@ -398,7 +400,7 @@ def _state_at(
         return {}
     if key == "step":
         numel = 1
-        # On meta as on a GPU
+        # Parameters on the meta device are planned as on a GPU
         on_device = device.type == param.device.type or param.device.type == "meta"
     else:
         on_device = True
@@ -439,12 +441,12 @@ def _uncut_bytes(rank: int, plan: Plan, i: int, itemsizes: Sequence[int]) -> int
     units = range(layout.unit_count)
     sizes = [r * c for unit in units for r, c in layout.stored_shapes(rank, unit)]
     total = _numel_at(rank, plan.layouts[i])
-    # `sizes` are of one matrix, and all matrices of a stack are cut alike
+    # `sizes` has the pieces of one matrix; all matrices of a stack are cut alike
     found, start = 0, 0  # start: elements before the piece
     for numel in sizes * (total // max(1, sum(sizes))):
         nbytes, stop = 0, start + numel
         for size in itemsizes:
-            # The end of a state in host memory is copied along with what aligns the next state
+            # The padding behind a state, up to the next state in host memory, is copied as well
             spare = -total * size % ALIGNMENT * (stop == total)
             nbytes += -nbytes % ALIGNMENT + start * size % ALIGNMENT + numel * size + spare
         found, start = max(found, nbytes), stop
@@ -464,12 +466,12 @@ def _stepped_at(rank: int, plan: Plan) -> list[list[tuple[int, int]]]:
 
 
 def _copied_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonConfig) -> int:
-    """Return the bytes that a step of an elementwise rule makes at a time on a GPU. `members`: of
-    `_stepped_at`.
+    """Return the most bytes that a step of an elementwise rule allocates at a time on a GPU.
+    `members`: an entry of `_stepped_at`.
     """
     if options.nonfinite == "propagate":
         return _temporary_bytes(members, plan, options)
-    # Parameters are stepped one at a time. Old values are kept, and then selected from
+    # Parameters are stepped one at a time. Old values are copied, for flagged parameters.
     return max(
         (
             _old_bytes(i, numel, plan, options)
@@ -495,11 +497,11 @@ def _old_bytes(i: int, numel: int, plan: Plan, options: MuonConfig) -> int:
 
 
 def _temporary_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: MuonConfig) -> int:
-    """Return the bytes that a step of parameters together makes at a time on a GPU: copies where
-    weight, gradient and averages differ in dtype, and temporaries of foreach operations. See
+    """Return the most bytes that a step of `members` together allocates at a time on a GPU: copies
+    where weight, gradient and averages differ in dtype, and temporaries of foreach operations. See
     `rules.elementwise.step`.
     """
-    # Parameters that are stepped as copies are stepped apart: has copies -> bytes
+    # Whether parameters are stepped as copies -> bytes: the two kinds are stepped one after another
     together, largest = Counter(), Counter()
     for i, numel in members:
         group, param = plan.group_at(i), plan.params[i]

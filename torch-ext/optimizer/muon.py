@@ -206,7 +206,7 @@ class Muon(MetricsMethods):
         self._first_members = validation.Members()  # parameters that leave groups may be freed
 
     def _start(self, options: MuonConfig) -> None:
-        """Set all attributes, for `__init__` and for a copy, which is made without `__init__`.
+        """Set all attributes, for `__init__` and for a copy, which torch makes without `__init__`.
 
         No attribute may have a default on the class: a wrapper of Lightning or Fabric derives a
         class from the optimizer's, and forwards only attributes missing on the derived class.
@@ -273,8 +273,8 @@ class Muon(MetricsMethods):
 
     @waits_for_updates
     def add_param_group(self, param_group: dict) -> None:
-        """Add a group with the keys of the class docstring; drops the plan. Raises as the
-        constructor does, and leaves the optimizer unchanged.
+        """Add a group with the keys of the class docstring; drops the plan. Raises TypeError,
+        ValueError or NotImplementedError as the constructor does, with the optimizer unchanged.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
@@ -302,7 +302,7 @@ class Muon(MetricsMethods):
             del self.param_groups[count:]
             self._own_process_groups.drop_last()
             raise
-        # Else once, at the end of `__init__`
+        # During construction `__init__` does the work of `_init_groups` once, at the end
         if self._has_all_groups:
             self._init_groups()
         if self._bound.all_jobs:
@@ -399,16 +399,16 @@ class Muon(MetricsMethods):
         return loss
 
     def _take_logits(self, qk_logits: Mapping[str, torch.Tensor] | None) -> None:
-        """Give recorded maxima and `qk_logits` to the step that begins, on the caller's stream."""
+        """Give maxima to the step. Raises as `QKClip.take`; ValueError if no QKClip takes them."""
         clip = self._options.qk_clip
         if clip is not None:
-            self._forward_overlap.wait()  # the last step may still read its maxima
+            self._forward_overlap.wait()  # the last step may still read the clip's maxima
             clip.take(qk_logits)
         elif qk_logits is not None:
             raise ValueError("qk_logits needs an optimizer with qk_clip=QKClip(...)")
 
     def _step(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Step without closure. `grad_scale`, `found_inf`: of a GradScaler, None without one."""
+        """Step without closure; raises as `step`. `grad_scale`, `found_inf`: of a GradScaler."""
         self._read_groups()
         # With started buckets an error leaves peers with sent gradients: no later step may run
         begun = self._options.overlap_backward and self._backward_overlap.has_started
@@ -449,13 +449,13 @@ class Muon(MetricsMethods):
         bound.inputs.drop_gradients()
         if bound.nonfinite is not None:
             self._count_skipped(bound.nonfinite, found_inf is None)
-        # Other groups have no counts. A step that only creates state is not counted
+        # Only groups in `counting` count steps. A step that only creates state is not counted
         if (bound.counting or bound.inputs.draws) and bound.missing.has_stepped():
             count_momentum(bound.counting)
             count_drawn(self.param_groups if bound.inputs.draws else ())
 
     def _read_groups(self) -> None:
-        """Check and follow what was written into groups; ValueError names the group."""
+        """Adopt changed values of groups. Raises ValueError, naming the group, for wrong ones."""
         validation.check_scheduled_values(self.param_groups)
         self._live_keys.check(self.param_groups, self._extra_keys, self._arguments, self._written)
         self._beta1.follow(self.param_groups)
@@ -655,14 +655,14 @@ class Muon(MetricsMethods):
             self._forward_overlap.bind(bound.all_jobs, bound.stores)
 
     def _find_world(self) -> None:
-        """Drop plans if torch.distributed was initialized anew: its process groups are gone."""
+        """Drop plans if torch.distributed was initialized anew. Raises as `check_process_group`."""
         if (world := world_now()) is self._preparation.world:
             return
         if self._preparation.world is not None:
             if self._options.process_group is not None:
                 check_process_group(world, self._is_world)
             own = self._own_process_groups.mapped(lambda choice: found_again(choice, world))
-            # Only after all checks
+            # Set after all checks have passed: a check that raises changes nothing
             self._own_process_groups = own
             if self._options.process_group is not None:
                 self._options = replace(self._options, process_group=world)

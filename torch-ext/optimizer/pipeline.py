@@ -17,8 +17,9 @@ import torch
 from .kernels.launch import precompile
 from .params import errors
 
-# One bucket receives, one is computed, one is sent back. Each has a bucket buffer of its own. The
-# number follows from `run`, which does not read it: fewer buffers would be overwritten.
+# At any time a first bucket is received, a second one computed and a third one sent back, each in a
+# bucket buffer of its own. `run` fixes the number without reading the constant: with fewer buffers
+# a bucket would overwrite the buffer of an earlier one.
 BUCKETS_IN_FLIGHT = 3
 
 
@@ -52,14 +53,14 @@ class BucketUpdate:
     ):
         """`label`: name in error messages, such as "bucket 3 (...)". `written`: called with the
         update when `run` has ended and the weights are written; None: nothing to call. `store`: the
-        tensors of its parameters, None for a pause.
+        tensors of the update's parameters, None for a pause.
         """
         self.label = label
         self.written = written
         self.store = store
 
     def run(self, group: dict) -> Running:
-        """Step; see the class."""
+        """Step; see the class. Raises NotImplementedError: subclasses define the method."""
         raise NotImplementedError
 
     def before_inbound(self) -> contextlib.AbstractContextManager:
@@ -237,8 +238,8 @@ def _resume(in_flight: Sequence[InFlight]) -> list[InFlight]:
     Return the updates still running, the first started first.
     """
     resumed = []
-    # The later bucket is to be computed, the earlier one to be applied: computing first lets the
-    # outbound all-to-all start early
+    # The bucket started last is to be computed, the bucket before to be applied: computing first
+    # lets the outbound all-to-all start early
     for update, collective in reversed(in_flight):
         try:
             collective.wait()

@@ -226,7 +226,7 @@ class Report:
 
         Raises ModuleNotFoundError without matplotlib, ValueError without any times.
         """
-        # matplotlib is no requirement of the package
+        # Imported here: the package does not require matplotlib
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError:

@@ -47,7 +47,7 @@ class StateDictMethods(ForwardOverlapMethods):
 
     @contextlib.contextmanager
     def _showing(self, state: dict) -> Iterator[None]:
-        """Context manager in which torch's methods find `state` instead of the state."""
+        """Context manager in which `self.state` is `state`, for torch's own methods."""
         held = self.state
         self.state = state
         try:
@@ -95,7 +95,7 @@ class StateDictMethods(ForwardOverlapMethods):
         members = list(members_by_name(self.param_groups))
         found = local_weights(members, weights)
         rests = [write_parameter(p, group, w) for (_, p, group), w in zip(members, found)]
-        # After the weights are written, which decay="initial" copies
+        # Created after the weights are written: decay="initial" copies the weights into state
         self.init_state()
         for (_, param, _), rest in zip(members, rests):
             if rest is not None and param.requires_grad:
@@ -120,7 +120,9 @@ class StateDictMethods(ForwardOverlapMethods):
         return without_splits(saved) if by_checkpoint else saved
 
     def _saved(self, by_checkpoint: bool) -> dict:
-        """`state_dict` with all keys. `by_checkpoint`: for torch.distributed.checkpoint."""
+        """`state_dict` with all keys; raises as `state_dict`. `by_checkpoint`: for
+        torch.distributed.checkpoint.
+        """
         self._check_state()
         self._beta1.follow(self.param_groups)
         self._adopt_state()

@@ -88,8 +88,8 @@ class AllToAllBuffers:
     ) -> None:
         """`direction`: "inbound" (shards to owner) or "outbound" (owner to shards). `uses`: keys of
         the send and of the receive buffer in `memory`, which maps uses of the workspace to flat
-        uint8 tensors. `dtype`: of pieces of matrices and chunks. Others have `weight_dtype` or are
-        fp32.
+        uint8 tensors. `dtype`: of pieces of matrices and chunks. `weight_dtype`: of pieces of
+        weights. All further pieces are fp32.
         """
         self.plan = getattr(rank_plan, direction)
         self.has_traffic = getattr(rank_plan, f"crosses_{direction}")
@@ -99,8 +99,8 @@ class AllToAllBuffers:
         send_use, recv_use = uses
         self.send = memory[send_use][: self.plan.leaving]
         self.recv = memory[recv_use][: sum(self.plan.recv_bytes)]
-        # Replicas that are sent from one split have equal offsets: the last of them stands for all,
-        # so that each split is written once
+        # Replicas sent from one split have equal offsets. Only the last such replica is entered in
+        # `leave`, so that each split is written once.
         by_offset = {offset_bytes: p for p, offset_bytes in self.plan.leave.items()}
         self.leave = {
             p: self._view(self.send, p, offset_bytes) for offset_bytes, p in by_offset.items()
@@ -131,8 +131,8 @@ class AllToAllBuffers:
         """Start the all-to-all and return [handle]; [] if no rank of the bucket sends anything."""
         if not self.has_traffic:
             return []
-        # all_to_all_single sends consecutive splits of a buffer: a common split would be there
-        # twice
+        # all_to_all_single sends consecutive splits of a buffer, so the buffer would have to hold a
+        # split of several peers several times
         if self.per_peer:
             recv, send = self.per_peer
             return [dist.all_to_all(recv, send, group=self.process_group, async_op=True)]

@@ -95,7 +95,7 @@ class MissingGradients(StepHook):
 
         `creates_state`: whether the step may be a first step with lr 0, which creates state and
         changes nothing else if all gradients are zero (`report_zeros_as_missing`). Sets
-        `only_counts`, which a failed step may have left.
+        `only_counts` anew, since a failed step may have left an old value.
         """
         self.all_zero = creates_state and self.report_zeros_as_missing()
         self.only_counts = self.all_zero
@@ -131,10 +131,11 @@ class MissingGradients(StepHook):
 
     def before_buckets(self, found_inf: torch.Tensor | float | None = None) -> None:
         """Copy the tensors of the rank's parameters without gradient."""
-        # A graph cannot wait for work outside of the graph. Whoever captures has synchronized.
+        # A graph cannot wait for work outside of the graph. A user who captures has synchronized
+        # before, as torch.cuda.graph does.
         if capturing(self.device):
             self.works = []
-        # The copies of `saved` and the flags are overwritten next
+        # The last comparison must end first: this step overwrites the flags and `saved`
         if self.works or self.error is not None:
             self.wait()
         self.saved = {}
@@ -209,10 +210,10 @@ class MissingGradients(StepHook):
         """Return False after a step that only created state: with lr 0, and zero gradients at this
         rank and, for the parameters shared with it, at all other ranks.
 
-        Two ranks agree if both compare the same parameters with the same ranks. On a chain, where A
-        shares parameters with B, and B others with C, a gradient of those others makes B return
-        True, and A False. All gradients zero, as torch.distributed.checkpoint makes them, give
-        False on every rank.
+        Two ranks get equal results if both compare equal parameters with equal ranks. Else results
+        may differ: if A shares parameters only with B, and B further parameters with C, a nonzero
+        gradient of the further parameters makes B return True, and A False. If all gradients are
+        zero, as in torch.distributed.checkpoint, every rank returns False.
 
         Waits for the comparison of flags if the gradients of this rank were zero.
         """
@@ -259,7 +260,7 @@ class MissingGradients(StepHook):
 
     def wait(self) -> None:
         """Wait for the comparison of the last step; afterwards the flags may be written again.
-        Raises the exception of the comparison.
+        Raises the exception of the comparison, kept in `error` or raised by a wait.
         """
         # Cleared first: if a wait raises, the next step does not raise again
         works = self.works

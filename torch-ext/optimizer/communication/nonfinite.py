@@ -89,7 +89,8 @@ class NonfiniteFlags(StepHook):
             for layout in plan.layouts
             if whole and len(layout.boxes) > 1
         }
-        # Meshes too: experts (EP) are on a mesh, but their matrices are stepped by single ranks
+        # The ranks of meshes count as well: single ranks step the matrices of experts (EP), so
+        # `segments` does not connect the ranks of the experts' mesh
         self.rank_sets = sorted(meshes.union(filter(None, self.segments)), key=bucket_sort_key)
         self.checked = [self._checked_gradients(plan, store) for plan, store in zip(plans, stores)]
         indices = [index for _, _, _, indices in self.checked for index in indices]
@@ -106,7 +107,8 @@ class NonfiniteFlags(StepHook):
     ) -> tuple[object, list[int], list[tuple[int, list]], list[int]]:
         """Return (store, indices of gradients with a single flag, [(index of a gradient, boxes of
         each of its units)] with several flags, flag indices of all in the order of
-        `_flag_local_gradients`). With Triton without gradients of several flags, see `_bind_check`.
+        `_flag_local_gradients`). With Triton the list of gradients with several flags is empty,
+        since `_bind_check` checks all of these.
         """
         single = []
         several = []
@@ -192,12 +194,12 @@ class NonfiniteFlags(StepHook):
         `maximum`: fp32 (1,), changed in place. The all-reduces run over every set of ranks in turn,
         twice: the second round reaches ranks without a common set.
         """
-        # Kept for the message of `raise_if_set`: flags of this rank, before the others' are added
+        # The message of `raise_if_set` needs this rank's own flags, without those of further ranks
         self.local_flags.copy_(self.flags)
         # All ranks sort the sets of ranks alike, so that the all-reduces of all groups pair up
         for group in self._groups * 2:
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-        # A GradScaler that looked at several devices may have counted beyond 1
+        # `found_inf` of a GradScaler is a sum over devices, and may be larger than 1
         self.flags.copy_(maximum.clamp(max=1.0).expand_as(self.flags))
 
     @functools.cached_property
@@ -266,7 +268,7 @@ def scalers_may_differ(groups: list[dict], options: Sequence[MuonConfig]) -> boo
         return True
     wanted = [p for group in groups for p in group["params"] if p.requires_grad]
     if any(map(is_dtensor, wanted)) and not all(map(is_dtensor, wanted)):
-        # Each rank's scaler sees the Inf of the rank's own plain parameters only
+        # The scaler of a rank checks only the rank's own gradients of plain parameters
         return True
     plain = {
         own.process_group
@@ -364,7 +366,7 @@ def _mixed_placements(groups: list[dict]) -> list[list]:
     return [
         entries
         for entries in of_dtype.values()
-        # Where all placements are equal, every gradient leads to equal ranks
+        # With equal placements the scaler compares over equal ranks, whatever gradient comes first
         if len({(p.device_mesh, p.placements) for _, p in entries}) > 1
     ]
 

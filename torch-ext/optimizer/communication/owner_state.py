@@ -56,7 +56,8 @@ def state_for_checkpoint(
         # A rank that saves alone gets an error, before it issues a collective
         for group, _ in shared:
             wait_for_all(group, "state_dict()", ADVICE)
-        # Counted before zeros are created, which must not stand for rows that a rank failed to load
+        # Rows are counted before `complete` creates zeros: a rank that failed to load its rows must
+        # get an error, not zeros
         if complete is not None:
             for group, members in shared:
                 _count_rows(state, members, group)
@@ -78,11 +79,11 @@ def as_row_dtensors(
     """
     shown = {param: dict(state[param]) for param in members if param in state}
     for param, key, have in _count_rows(shown, members, group):
-        # A model that moved to another device left its state behind
+        # The model may have moved to another device, and the state not
         local = _rows(shown[param][key]).to(param.device)
         home = shown[param][key].device if offloads else param.device
         rows = _row_count(param)
-        # A DTensor has no dim 0 to shard there
+        # A 0-D state has no dim 0 to shard
         if param.ndim == 0:
             shown[param][key] = _broadcast_row(local, have, group)
         else:
@@ -100,14 +101,14 @@ def move_to_owners(
     group: dist.ProcessGroup,
     offloads: bool = False,
 ) -> None:
-    """Move rows of state, in place of the dict's entries, so that every rank holds the rows it is
-    to keep.
+    """Move rows of state, in place of the dict's entries, so that every rank holds its `wanted`
+    rows.
 
     `wanted`: {parameter: rows of each rank}. `offloads`: rows that were on the host go back there
     at once, so that a device holds one state at a time. Raises as `as_row_dtensors`.
     """
     for param, key, have in _count_rows(state, members, group):
-        # A model that moved to another device left its state behind
+        # The model may have moved to another device, and the state not
         rows = _rows(state[param][key])
         moved = _exchange_rows(rows.to(param.device), have, wanted[param], group)
         state[param][key] = moved.to(rows.device) if offloads else moved
@@ -197,7 +198,7 @@ def _gather_rows(
     rank); None on other ranks.
     """
     me = group.rank()
-    # Whole on every rank, as after a load
+    # The state is whole on every rank, as after a load
     if have == [rows] * len(have):
         return local if to in (None, me) else None
     if to is not None:

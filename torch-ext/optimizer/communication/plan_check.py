@@ -129,8 +129,8 @@ def check_plans(
         facts = [*digests, _first_not_viewable(members)]
         with errors.during(f"the comparison of plans of ranks {ranks}"):
             device = local_of(members[0][0].params[0]).device
-            # A shared group: overlap, which needs dedicated groups, may be on for some ranks only,
-            # and the comparison has to find that out
+            # In a shared group: dedicated groups exist only with overlap, which may be on for some
+            # ranks only, and the comparison has to find such a difference
             common = process_groups.shared_groups()
             group = _create_group(common, ranks, common.find_any_order(ranks), device)
             _compare(facts, values, params, group, device)
@@ -138,7 +138,7 @@ def check_plans(
             _reuse_idle_group(ranks, process_groups, group, device)
             _create_group(process_groups, ranks, group, device)
     for plan in plans:
-        # Left to refuse are parameters that this rank steps alone
+        # Shared parameters have passed `_compare`: only those of this rank alone can raise here
         for number in range(len(plan.params)):
             plan.check_strides(number)
     for ranks in sorted(
@@ -168,7 +168,7 @@ def _reuse_idle_group(
             process_groups.reuse(ranks, flags.index(1.0))
 
 
-# With a seed of its own: the user's seed would give all ranks equal pauses
+# A generator of its own: with a common seed of the user all ranks would get equal pauses
 _pause = random.Random()
 
 
@@ -400,7 +400,8 @@ def _compare(
                 f"rank {this_rank()}: the ranks have different plans. Ranks {odd} and ranks "
                 f"{usual} differ in: {fact}. Build the optimizer alike on all ranks"
             )
-    # Not compared: strides of a shard without elements say nothing, but its rank must raise too
+    # The last fact is not compared for equality: a rank with an empty shard can view any strides,
+    # but must raise together with the other ranks
     places = {rank: row[-1] for rank, row in zip(ranks, rows) if row[-1]}
     if places:
         first = min(places.values())
@@ -482,11 +483,11 @@ def _compare_copies(
     gradients are zero and each lr is 0, else [].
     """
     copied = [c for plan, numbers in members for c in _replicated(plan, numbers, known, options)]
-    # One all-reduce for weights and gradients
+    # Weights and gradients are compared in a single all-reduce
     extremes = _extremes([c.weight for c in copied] + [c.gradient for c in copied], group, device)
     weights = extremes[: len(copied)]
     gradients = extremes[len(copied) :]
-    # Weights in another order differ too: then an error, not a warning
+    # Weights in different orders differ as well, which is an error and not a warning
     if any(map(_differs, weights)):
         _refuse_order(copied, group, device)
     ranks = dist.get_process_group_ranks(group)
@@ -501,7 +502,8 @@ def _compare_copies(
         return []
     if any((most > 0).any() or (least < 0).any() for most, least in compared):
         return []
-    # Such a step of torch.distributed.checkpoint only creates state: its gradients tell nothing
+    # torch.distributed.checkpoint steps with lr 0 and zero gradients to create state: gradients are
+    # compared in a later step
     return [functools.partial(_compare_gradients, members, known, options, group, device)]
 
 

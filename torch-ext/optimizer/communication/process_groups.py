@@ -88,7 +88,7 @@ class ProcessGroups:
         """
         self.used.clear()
         self.existing = {}
-        # Sorted by name, which is equal on all ranks: the order of a set is not
+        # Sorted by name: names are equal on all ranks, while the order of a set is not
         for group in sorted(_meshes_groups(params), key=_name):
             self.existing.setdefault(_ranks_of(group), group)
         templates = dict(self.existing)
@@ -97,7 +97,8 @@ class ProcessGroups:
         for ranks in slow:
             del self.existing[ranks]
         self.existing |= {_ranks_of(group): group for group in _always(process_group)}
-        # The user's groups may order their ranks unlike other groups, and plans follow their order
+        # A group given by the user replaces every group of the same ranks in another order: plans
+        # follow the order of the user's group
         given = {_ranks_of(group): group for group in reversed(sorted(own, key=_name))}
         given |= {} if process_group is None else {_ranks_of(process_group): process_group}
         members = set(map(frozenset, given))
@@ -107,7 +108,8 @@ class ProcessGroups:
             if frozenset(ranks) not in members
         }
         self.existing |= given
-        # Slow groups stay templates: their names and backends tell groups of a mesh apart
+        # Slow groups stay templates of new groups: groups of different meshes over equal ranks
+        # differ in name and backends
         templates |= self.existing
         self.templates = {frozenset(ranks): group for ranks, group in templates.items()}
         self.slow_timeout = set(map(frozenset, slow)) - set(map(frozenset, self.existing))
@@ -278,8 +280,8 @@ def _meshes_groups(params: list[torch.Tensor]) -> set[dist.ProcessGroup]:
 
 
 def _always(process_group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """Return the groups that exist independently of parameters; of equal ranks the later group
-    counts.
+    """Return the groups that exist independently of parameters; of two groups with equal ranks the
+    later one counts.
     """
     return [group for group in (world_now(), process_group) if group is not None]
 
@@ -378,7 +380,7 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """Return the timeout of a process group, None if the backend does not tell. New groups do not
     inherit timeouts.
     """
-    # Attributes of torch's that not every backend has
+    # Private attributes of torch, which some backends lack
     with contextlib.suppress(AttributeError, IndexError, RuntimeError):
         return group._get_backend(group._device_types[0]).options._timeout
     return None

@@ -72,7 +72,7 @@ def sharded_view(
     from torch.distributed.tensor.placement_types import _StridedShard
 
     is_list = isinstance(dims, (tuple, list))
-    # True is no dim, though it equals 1
+    # The type is compared too, since True == 1
     allowed = [None, *range(local.ndim)]
     known = is_list and all(dim is None or type(dim) is int and dim in allowed for dim in dims)
     if not known or len(dims) != mesh.ndim:
@@ -98,7 +98,7 @@ def sharded_view(
             sizes[dim] *= mesh.size(axis)
     shape = [n * sizes[dim] for dim, n in enumerate(local.shape)]
     view = nn.Parameter(as_dtensor(local.detach(), shape, mesh, placements))
-    # Not a copy of the tensor's address: Megatron offloads by assigning to `data`
+    # The tensor itself, not a second view of its memory: Megatron offloads by assigning to `data`
     view._local_tensor = local
     return view
 
@@ -113,7 +113,7 @@ def place_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if is_dtensor(value) and is_dtensor(param):
         if (value.device_mesh, value.placements) == (param.device_mesh, param.placements):
             return value
-        # On a mesh of equal ranks that is another object: no element moves
+        # The two meshes have equal ranks, and are different objects: no element moves
         if is_placed_like(value, param):
             return as_dtensor(value.to_local(), value.shape, param.device_mesh, param.placements)
     whole = _gathered(on_mesh_device(value)) if is_dtensor(value) else value

@@ -111,8 +111,8 @@ class BoundUpdate(BucketUpdate):
         self.momentum_weight = inputs.store.scalars[4:]  # from element 0 on: 1 - momentum
         dtype = inputs.options.wire_dtype
         self.selected_pieces = BoundSelection(inputs.store, inputs.memory, dtype)
-        # Torch reads gradients where they lay at the capture of a graph, the package's kernels take
-        # addresses from device memory
+        # In a CUDA graph torch's kernels read gradients at the addresses of the capture, the
+        # package's kernels take addresses from device memory
         self.reads_gradients = False
         if inputs.group["use_muon"]:
             self.rule = rule_of(inputs.group)
@@ -135,12 +135,12 @@ class BoundUpdate(BucketUpdate):
         return [p for p in self.rank_plan.stored if p.kind in keys]
 
     def _bind_loads(self, pieces: Sequence[Piece], to: Views) -> Copy:
-        """Bind the copy of state and of weights that the rule reads at the owner to the views
-        `to`. `pieces`: of state, stored by this rank. Weights are those of this rank's pieces that
-        are sent, or stay at the owner.
+        """Bind the copy of state and weights, read by the rule at the owner, to the views `to`.
+        `pieces`: of state, stored by this rank. Weights: of this rank's pieces with a view in `to`,
+        without replicas.
         """
         weights = [p for p in self._stored("weight") if p.is_source and p in to]
-        # `PackSelected` copies the state of the rows that it selects
+        # `PackSelected` copies state of selected rows, together with U
         pieces = [p for p in pieces if not self.store.selects_from(p)]
         views = self.store.states(pieces) + self.store.weights(weights)
         return Copy([to[p] for p in (*pieces, *weights)], views)
@@ -154,7 +154,7 @@ class BoundUpdate(BucketUpdate):
         if not parts:
             return save
         matrix = {(p.matrix, p.start[0]): p for p in self._stored()}
-        # With offloaded state the launches that select from replicas are bound later
+        # With offloaded state a launch that selects from replicas may be bound after this copy
         chosen = [self.selected_pieces.chosen_of(matrix[p.matrix, p.start[0]]) for p in parts]
         some = SaveSelected(
             chosen, store.states(parts), [views[p] for p in parts], store.skip(parts)
@@ -211,7 +211,7 @@ class BoundUpdate(BucketUpdate):
         pack = self.phases.pack(M, U, *sources, *form, squares=squares)
         if not selected:
             return pack
-        # Of replicas nothing is sent
+        # Replicas send nothing, and have no view in `to`
         sent = [[to[p] for p in some] for some in members if some[0] in to]
         return PackSelected(pack, selected, sent, [self._state_of(some, to) for some in members])
 
@@ -238,7 +238,7 @@ class BoundUpdate(BucketUpdate):
         """Bind the launch that writes W and M of `pieces`; O, and numbers sent by the owner, are
         read from `orthogonal`. `means`: as in `_momentum_args`.
         """
-        # Replicas have selected nothing yet
+        # No `Pack` has selected from replicas yet: the weight update does, by a `Pack` of its own
         replicas = self.selected_pieces.unbound(pieces)
         selected, members = self.selected_pieces.bind(pieces)
         update = self.phases.weight_update(
@@ -297,7 +297,8 @@ class BoundUpdate(BucketUpdate):
 
     def _leave_in_place(self, stacks: Stacks, kinds: Sequence[str]) -> set[Piece]:
         """Have the kernels of a fused rule read weights, and step state of each element, where both
-        are stored; return the pieces. A stack is left in place as a whole. `kinds`: of pieces.
+        are stored; return the pieces left there. Either all pieces of a stack are left in place or
+        none. `kinds`: of pieces.
         """
         piece_of = {(p.matrix, p.kind): p for p in self.rank_plan.stored}
         found = set()
@@ -313,15 +314,16 @@ class BoundUpdate(BucketUpdate):
 
     @property
     def _states_in_place(self) -> list[str]:
-        """State that kernels may step where one rank stores all of it. State that non-finite
-        gradients may have to leave as it was is copied, see `Store.skip`.
+        """Keys of state that kernels may step in place, if one rank stores all of a matrix's state.
+        With checks for non-finite gradients state is copied instead, so that old state remains:
+        see `Store.skip`.
         """
         of_elements = [state.key for state in self.rule.state if state.per == "element"]
         return of_elements if self.rule.fused and self.store.flags is None else []
 
     def _bind_iteration(self, stacks: Stacks) -> BoundOrthogonalization:
-        """Bind Newton-Schulz from `stacks.inputs` to `stacks.outputs`, and for each stack what the
-        rule's phases read besides: tensors in fp32, factor on lr, groups of the matrices.
+        """Bind Newton-Schulz from `stacks.inputs` to `stacks.outputs`, and for each stack the
+        further inputs of the rule's phases: tensors in fp32, factor on lr, groups of the matrices.
         """
         self.units = [
             self.phases.bind(wide, self._scale(matrices[0]), self._group_offsets(matrices))
@@ -337,8 +339,9 @@ class BoundUpdate(BucketUpdate):
             for some in (stacks.inputs, stacks.outputs)
         )
         self.samples = self.store.samples(stacks.matrices, outputs)
-        # Between the two all-to-alls the send buffer, and often the receive buffer, hold nothing:
-        # Newton-Schulz uses both as scratch, see `RankPlan.workspace_layout`
+        # Between the two all-to-alls the contents of the send buffer, and often of the receive
+        # buffer, are no longer needed: Newton-Schulz uses both as scratch, see
+        # `RankPlan.workspace_layout`
         scratch = [self.memory[use] for use in ("scratch_a", "scratch_b", "gram_scratch")]
         return BoundOrthogonalization(inputs, outputs, self.options.ns_dtype, scratch)
 
@@ -430,7 +433,7 @@ class LocalUpdate(BoundUpdate):
         state = [p for p in self._stored_state() if p not in in_place]
         whole = {p: view for p, view in self.stacks.input_view.items() if p not in in_place}
         self.pack_all = self._bind_pack(stored, whole)
-        # Other state of a stack, and weights, are one tensor for the rule
+        # Further state, and weights, are copied: the rule reads one tensor for each stack
         self.load = self._bind_loads(state, whole)
         self.save = self._bind_saves(state, whole)
         self.iterate = self._bind_iteration(self.stacks)
@@ -567,7 +570,7 @@ class ShardedUpdate(OwnerUpdate):
         self.packs_local = bool(pieces.during_inbound)
         self.pack_during_inbound = self._bind_pack(pieces.during_inbound, kept)
         self.pack_after_inbound = self._bind_pack(pieces.after_inbound, self.stacks.input_view)
-        # State has the layout of the parameter: the owner needs all of it
+        # State has the layout of the parameter, so the owner needs the state of all pieces
         state = [p for p in self._stored_state() if p.is_source and p not in self.in_place]
         to = {**self.to_owner.leave, **self.stacks.input_view}
         self.send_wide = self._bind_loads(state, to)
@@ -578,7 +581,8 @@ class ShardedUpdate(OwnerUpdate):
         output_view = self.stacks.output_view
         arrive = self.to_owner.arrive
         self.assemble = copy_unless_in_place({p: input_view[p] for p in arrive}, arrive)
-        # O of a direct matrix is written once; a replica's place in the send buffer counts first
+        # O of a direct matrix is written to one place. If a replica of a kept piece is sent, the
+        # place is in the send buffer, and `apply` reads O there.
         direct = self.rank_plan.direct
         self.kept_orthogonal = {
             p: output_view[p] if p.matrix in direct else view for p, view in kept.items()
@@ -651,7 +655,7 @@ class UnreducedUpdate(OwnerUpdate):
         self.stacks = self._make_stacks()
         self.iterate = self._bind_iteration(self.stacks)
         stored = self._stored()
-        # All ranks store all pieces: one with this rank as owner is the whole matrix
+        # Every rank stores whole parameters, so a piece owned by this rank is the whole matrix
         owned = [p for p in stored if p.owner == self.rank]
         gradients = self.store.gradients
         sources = self.store.sources(stored)
@@ -661,7 +665,7 @@ class UnreducedUpdate(OwnerUpdate):
         self.mean = Mean(self.to_owner, self.memory["until_apply"])
         self._bind_owned(owned, ({p: self.mean.source(p) for p in owned}, self.mean.out))
         received = [p for p in self.to_shards.arrive if p.kind == "matrix"]
-        # Without means no momentum: only the owner keeps and writes M
+        # `means` is left out: only the owner keeps and writes M
         self.update_received = self._bind_weight_update(received, self.to_shards.arrive)
 
     def _bind_owned(self, owned: list[Piece], means: Means) -> None:

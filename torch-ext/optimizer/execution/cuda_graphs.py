@@ -93,10 +93,10 @@ class Graphs:
         # No part is captured: not allowed, or a capture has failed
         self.failed = not is_allowed
         self.device = torch.device("cpu")
-        # The running part is inside a capture of more than the part, of the whole step or by the
-        # user: no error of the host can come between its launches and those of later parts
+        # The running part is inside a larger capture, of the whole step or by the user: no error of
+        # the host can come between the launches of the part and of later parts
         self.inside_capture = False
-        # Parts must go through `__call__`, which captures them or sets `inside_capture`
+        # True: parts must go through `__call__`, which captures parts or sets `inside_capture`
         self.may_capture = False
         _all.add(self)
 
@@ -120,8 +120,8 @@ class Graphs:
             return part(*arguments)
         self.inside_capture = False
         known = self.parts.setdefault((id(part.__self__), part.__name__), PartGraph())
-        # A first run is never captured: kernels compile and are tuned then, and a value that
-        # changes in every step would waste the capture
+        # The first run with a `key` is never captured: kernels compile and are tuned then, and a
+        # value that changes in every step would waste the capture
         if known.captured != key and known.last == key and known.count < CAPTURES:
             self._capture(known, key, functools.partial(part, *arguments))
         known.last = key

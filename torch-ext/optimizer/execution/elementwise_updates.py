@@ -68,8 +68,8 @@ class ElementwiseUpdate(BucketUpdate):
         if self.graphs is None:
             self.step(group)
         else:
-            # torch's fused kernels take addresses from the host, where this package's own kernels
-            # read them from device memory: a graph is valid for these addresses only
+            # torch's fused kernels take addresses of gradients from the host, not from device
+            # memory as this package's kernels do: a graph is valid for these addresses only
             addresses = list(map(torch.Tensor.data_ptr, self.store.gradients))
             constants = host_constants(group, self.store.is_fp64)
             self.graphs(self.step, (*constants, addresses), group)
@@ -116,7 +116,7 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         keys = elementwise.averages_of(store.groups[store.group_of[0]], first)
         weights, held = store.weights(owned), [store.states(owned, key) for key in keys]
         wide = [torch.empty(w.shape, dtype=torch.float32, device="meta") for w in weights]
-        # Step counts are scalars of their own, which torch's kernel advances with each tensor
+        # Each chunk has a step count of its own: torch's kernel advances one count for each tensor
         steps = [[_steps(store, p) for p in owned]] if self.rule.counts else []
         like = [wide if self.splits else weights, *held]
         copies = [*views_like(like, self.memory["until_apply"])]
@@ -130,7 +130,7 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
             self.sums = store.collector.of_chunks(
                 owned, old, Weights(W), *elementwise.first_average(states[: len(keys)])
             )
-        # Weights, unless they are split, state and counts of the owner
+        # The owner's weights (unless split), state and step counts, to be replaced by `stepped`
         self.current = [*itertools.chain(*([] if self.splits else [weights]), *held, *steps)]
         self.stepped = [*itertools.chain(*(states if self.splits else copies))]  # of `current`
         means = [g.view(w.shape) for g, w in zip(gradients, W)]
@@ -266,8 +266,9 @@ def flags_of(store: Store, numbers: Sequence[int]) -> list[torch.Tensor] | None:
 
 
 def _steps(store: Store, piece: Piece) -> torch.Tensor:
-    """AdamW's step count for a chunk: the count in the state for the first chunk of a parameter, a
-    copy for later chunks, because the kernel advances a count per tensor.
+    """AdamW's step count for a chunk: for the first chunk of a parameter the count in the state,
+    for later chunks a copy, because torch's kernel advances the count of every tensor that it
+    steps.
     """
     number = piece.matrix.param
     step = store.state[store.params[number]]["step"]
@@ -280,8 +281,8 @@ class StatePlace:
     """
 
     def pack(self, plans: Sequence[Plan], state: dict, groups: Sequence[dict]) -> None:
-        """Put the state of `plans` where it belongs; called before a step is bound. `groups`: all
-        parameter groups.
+        """Move the state of `plans` to this place, before a step is bound; here nothing has to
+        move. `groups`: all parameter groups.
         """
 
     def begin(self, device: torch.device) -> None:
@@ -318,7 +319,7 @@ class StatePlace:
         return False
 
     def slots(self) -> list[torch.Tensor]:
-        """Memory on the device for state that is away."""
+        """Memory on the device for state that lies away from its parameter."""
         return []
 
 

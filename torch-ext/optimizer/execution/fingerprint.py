@@ -39,7 +39,7 @@ FIXED = (
     "rounding",
     "master_weights",
     "state_dtype",
-    "process_group",  # refused if it comes late
+    "process_group",  # a key added after construction is refused
 )
 RULE = FIXED.index("rule")
 # Options that may be a list or a dict, which could be changed in place
@@ -57,9 +57,9 @@ def fingerprint(groups: Sequence[dict], state: dict, *more: object) -> object:
     """The fingerprint of the groups, the optimizer state and the current gradients, with `more`
     values.
 
-    Two equal fingerprints: nothing has to be planned or bound anew. Returns a fresh object(), equal
-    to nothing, when the slow check of `memory_key` is needed: sparse or lazily negated gradients,
-    non-tensor state.
+    While the fingerprint stays equal, nothing has to be planned or bound anew. Returns a fresh
+    object(), equal to nothing, when the slow check of `memory_key` is needed: sparse or lazily
+    negated gradients, non-tensor state.
     """
     params = _params_of(groups)
     whole = list(map(gradient_of, params))
@@ -235,11 +235,11 @@ def _constants_of(groups: Sequence[dict]) -> tuple:
     if set(map(type, betas)) != {type(None)}:
         betas = [tuple(b[1:]) if isinstance(b, (tuple, list)) else b for b in betas]
     counts = list(map(len, map(_params, groups)))
-    # Without a call in the usual case
+    # Usually no group has a rule by name: then no call, which would loop over the groups
     keys = option_keys(groups) if any(fixed[RULE]) else []
     for key in keys:
         values = list(map(dict.get, groups, itertools.repeat(key)))
-        # Other numbers are read live
+        # Plans hold the numbers of PLANNED_OPTIONS only; every step reads all other numbers anew
         live = () if key in PLANNED_OPTIONS else NUMBER_TYPES
         forms.append([None if type(v) in live else frozen(v) for v in values])
     alike = _first_alike(groups, keys) if len(groups) > 1 else []
@@ -250,8 +250,8 @@ def _first_alike(groups: Sequence[dict], keys: Sequence[str]) -> list[int]:
     """For each group, the first group with equal values of the options that decide which groups are
     stepped together (`prepare.step_together`); [] if all groups are alike.
 
-    `keys`: options of the groups' rules. Only which groups are alike is compared: if the values of
-    all change alike, the plan stays.
+    `keys`: options of the groups' rules. Values themselves are not in the result: if a schedule
+    changes the values of all groups alike, the plan stays.
     """
     options = (*ALIKE, *keys)
     values = [list(map(dict.get, groups, itertools.repeat(key))) for key in options]
@@ -281,7 +281,7 @@ def _misalignments(tensors: list[torch.Tensor]) -> list[int]:
 
 def missing_from(gradients: Sequence[torch.Tensor | None]) -> list[int]:
     """Indices of gradients that are None."""
-    # Without Python for each gradient in the usual case
+    # Usually no gradient is missing: then no Python loop over gradients
     if type(None) not in set(map(type, gradients)):
         return []
     return [i for i, g in enumerate(gradients) if g is None]

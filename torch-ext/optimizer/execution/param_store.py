@@ -75,7 +75,7 @@ class Store:
         self.params = plan.params
         self.state = state  # of the optimizer: parameter -> {key: tensor}
         self.rank = this_rank()  # global
-        # Parameters are cut into chunks of dim 0, so gradients are made contiguous
+        # Whether parameters are cut into chunks of dim 0; gradients are made contiguous then
         self.in_chunks = plan.in_chunks
         self.groups = plan.groups  # live groups that are stepped together
         self.group_of = plan.group_of or [0] * len(plan.params)  # index of each parameter's group
@@ -91,10 +91,10 @@ class Store:
         self.splits = list(map(plan.split, range(len(plan.params))))
         # Indices of parameters whose gradients must be viewed as (O, I H W)
         self.flattened = [i for i, split in enumerate(self.splits) if split.view == "flatten"]
-        # By kind of a piece
+        # Kind of a piece -> layout of each parameter
         self.layouts = {**plan.state_layouts, "matrix": plan.layouts, "weight": plan.layouts}
         self.matrix_owners = plan.matrix_owners  # None: state is placed like the parameters
-        # Layouts of pieces of which only parts are sent, by kind of a piece
+        # Kind of a piece -> layouts of pieces of which only parts are sent
         self.selected = plan.selected
         # (parameter index, key) -> places in the flat tensor of state at owners
         self.places: dict[tuple[int, str], dict] = {}
@@ -233,8 +233,8 @@ class Store:
         return [self._view(local_of(self.params[p.matrix.param]), p) for p in pieces]
 
     def states(self, pieces: Sequence[Piece], key: str | None = None) -> list[torch.Tensor]:
-        """Views of state `key` of each piece, (rows, columns); of a chunk, (rows, ...). None: the
-        state that each piece is of, `Piece.kind`.
+        """Views of state `key` of each piece, (rows, columns); of a chunk, (rows, ...). `key` None:
+        the state named by `Piece.kind`.
 
         State of a chunk is stored by the owner alone, from the first row of the owner's chunk on.
         """
@@ -268,14 +268,14 @@ class Store:
         return None if all(view is None for view in views) else SplitWeights(views)
 
     def rest_view(self, piece: Piece) -> torch.Tensor | None:
-        """View of the rest of a piece of a split weight, shaped like that of its weight; None of
-        others.
+        """View of the rest of a piece of a split weight (the bits that bf16 lacks), shaped like the
+        view of the weight; None for weights that are not split.
         """
         rest = self.rest_of(piece.matrix.param)
         return None if rest is None else self._view(rest, piece)
 
     def rest_of(self, number: int) -> torch.Tensor | None:
-        """The local rest of a split weight; None of others."""
+        """The local rest of a split weight; None for a weight that is not split."""
         param = self.params[number]
         splits = is_split(self.groups[self.group_of[number]], param)
         return local_of(self.state[param][REST_KEY]) if splits else None
@@ -298,9 +298,10 @@ class Store:
         return [] if self.collector is None else self.collector.samples(matrices, outputs)
 
     def positions(self, pieces: Sequence[Piece]) -> list[Positions]:
-        """Number of each element of pieces of matrices: row-major in all matrices of its parameter,
-        wherever they are stored. Parameters with names begin far apart, so that they draw different
-        random bits; ranks compare given names.
+        """Number of each element of pieces of matrices, for random bits: row-major over all
+        matrices of the parameter, whatever rank stores the element. The numbers of two named
+        parameters begin far apart, so that different parameters draw different bits. Ranks compare
+        given names.
         """
         found = []
         for p in pieces:

@@ -100,8 +100,8 @@ def select_params(
                     "requires_grad_() on it"
                 )
     found = step_together([part for part in parts if part[1]])
-    # Sorted by the ids of groups: a number that changes the order of plans, and nothing else, must
-    # not plan anew
+    # Sorted by the ids of groups: a new value of an option that only changes the order of plans
+    # must not cause new plans
     keys = sorted((_plan_key(some, options.ns_dtype) for some in found), key=itemgetter(0))
     return found, keys
 
@@ -136,8 +136,8 @@ def step_together(parts: Sequence[Part]) -> list[GroupParams]:
     together: dict[tuple, list[Part]] = {}
     for number, part in enumerate(parts):
         group, _, options = part
-        # All ranks plan in one order, although a rank may have groups that others lack: an order by
-        # the first group of each key would differ. Large sets of ranks come first, as in a step:
+        # All ranks plan in one order. An order by the first group of each key would differ, because
+        # a rank may lack groups of further ranks. Large sets of ranks come first, as in a step:
         # plans move state by collectives, and in the order of the groups ranks could wait for each
         # other in a circle. AdamW groups of equal ranks keep the order of the groups.
         process_group = options.process_group
@@ -283,7 +283,7 @@ class Preparation:
         self.fingerprint: StepFingerprint | None = None
         # Each group's parameters at the last step
         self._members: Sequence[Sequence[torch.Tensor]] = ()
-        # By `alone`, see `select_params`
+        # Argument `alone` of `select_params` -> plans
         self._plans: dict[bool, list[Plan]] = {False: [], True: []}
         self._plan_keys: dict[bool, list[tuple] | None] = {False: None, True: None}
         self._memory_key: tuple | None = None  # of the bound step
@@ -324,15 +324,15 @@ class Preparation:
         `options`: of the optimizer. `own`: of each parameter group. `compared`: the options for the
         comparison of ranks, with `unscale_in_step` resolved. `scaled`: a GradScaler decides about
         the step. `collects`: the step collects metrics. `hook`: is told of state that moves, and of
-        written buckets.
+        written buckets. Raises as `make_plans`, `memory_key` and `BoundStep`.
         """
         self.place.wait()
         check_changed_groups(groups, own)
         if None in self._plan_keys.values():
             warn_of_idle(groups)
-        # Also without state: this step creates the state
+        # Called without state too: this step creates the state
         self._members = create.adopt_state(self._members, groups, state)
-        # In this order: parameters that the process steps alone must not affect shared plans
+        # Shared plans first: parameters that the process steps alone must not affect shared plans
         for alone in (False, True):
             parts, key = select_params(groups, options, own, alone)
             lost = create.is_state_missing(self._plans[alone], state, options.state_dtype)
@@ -374,7 +374,7 @@ class Preparation:
         collects: bool,
         hook: StepHook | None,
     ) -> None:
-        """Replace `bound`. `nonfinite`: as in `Muon`. Further arguments as in `prepare`."""
+        """Replace `bound`. `nonfinite`: as in `Muon`. Raises as `BoundStep`, `check_capturable`."""
         device = device_of(groups)
         self.bound.missing.wait()
         self.graphs.warn_once(PARAMETERS_CHANGED)
@@ -404,7 +404,7 @@ class Preparation:
 
     def _compare_again(self, groups: Sequence[dict]) -> None:
         """Run the collective comparisons that `check_plans` left for this step."""
-        # The host would have to wait, which a capture forbids
+        # The comparison waits on the host, which a capture forbids
         if capturing(device_of(groups)):
             return
         later, self._uncompared = self._uncompared, []
@@ -413,7 +413,7 @@ class Preparation:
 
     def adopt_state(self, groups: list[dict], state: dict) -> None:
         """Give the state of replaced parameters to the parameters in their place now."""
-        # Without state hold no parameters: a model sharded next can free the unsharded ones
+        # Without state no parameters are held: a model that is sharded next can free the old ones
         members = create.adopt_state(self._members, groups, state)
         self._members = members if state else ()
 
@@ -438,7 +438,7 @@ class Preparation:
         self._plan_keys = {False: None, True: None}
         self._param_forms = None
         self._uncompared = []
-        # Kept from plan to plan: new process groups at each plan would pile up
+        # Process groups are kept from plan to plan: new groups at each plan would pile up
         if self.process_groups is None:
             self.process_groups = ProcessGroups(dedicated=options.overlaps)
         if self.graphs is None:
@@ -503,13 +503,13 @@ class BoundStep:
         place.begin(device)
         self.stores = make_stores(plans, state, buffers, flags, collects, place.store)
         self.counting = [group for group in groups if STEPS_KEY in group]
-        # Even without parameters on this rank: the check is collective, and other ranks may have
-        # some
+        # Made even without parameters on this rank: the check is collective, and further ranks may
+        # have parameters
         if flags is not None:
             whole = nonfinite != "skip"
             self.nonfinite = NonfiniteFlags(flags, plans, self.stores, process_groups, whole)
         clip = None
-        # Even without parameters to step on this rank: the hook is collective
+        # Made even without parameters to step on this rank: the hook is collective
         if options is not None and options.qk_clip is not None:
             clip = HeadClipping(
                 options.qk_clip,
@@ -549,8 +549,8 @@ class BoundStep:
 
 
 def _all_told(*hooks: StepHook | None) -> Callable[[BucketUpdate], None] | None:
-    """A function that tells all hooks of a written bucket; None without the last hook, for which
-    alone the moment matters.
+    """A function that calls `bucket_written` of all hooks. None if the last hook is None, since
+    only that hook (overlap_forward) needs to know at once.
     """
     if hooks[-1] is None:
         return None
@@ -583,7 +583,7 @@ def _bind(
             name = elementwise_of(plan.group).name.replace("adamw", "AdamW")
             label = f"{name} ({len(plan.params)} parameters, the first {store.names[0]})"
             jobs.append((place.elementwise_update(store, label, written, own_graphs), plan.group))
-    # Labels count as `plan_report` does, where AdamW's updates come last with capturable
+    # Labels number updates as `plan_report`, where AdamW's updates come last with capturable
     skipped = len(jobs) if options.capturable else 0
     tasks = sorted_buckets(plans, stores, options)
     device = stores[0].device if stores else None
@@ -620,7 +620,7 @@ def reserve(
     the memory of its stacks). Allocates nothing. `device`: None if no memory will be taken.
     """
     buffer_count, local_number = _buffer_counts([bucket for _, _, bucket, _ in tasks], options)
-    # Buckets with all-to-alls use bucket buffers in turn, local buckets all the same buffer
+    # Buckets with all-to-alls use bucket buffers in turn; all local buckets use one buffer
     travels = [BUCKET_UPDATES[bucket.route].travels for _, _, bucket, _ in tasks]
     counts = itertools.accumulate(travels, initial=0)
     numbers = [count if one else local_number for count, one in zip(counts, travels)]
@@ -635,11 +635,11 @@ def reserve(
 
 
 def _stacks_apart(tasks: Sequence[BucketTask], options: MuonConfig) -> list[str | None]:
-    """Name of the memory of each bucket's stacks: with offload_state two in turn for local buckets,
-    since U of the next is written while one is computed. None: the shared scratch.
+    """Name of the memory of each bucket's stacks; None: the shared scratch. With offload_state
+    local buckets use two memories in turn: U of the next one is written during Newton-Schulz.
     """
     found: list[str | None] = [None] * len(tasks)
-    # What a selection writes to the shared scratch is in the way
+    # Not with a selection, which writes whole pieces to the shared scratch
     ahead = [
         number
         for number, (_, group, bucket, _) in enumerate(tasks)
@@ -679,7 +679,7 @@ def sorted_buckets(
 
 
 def _buffer_counts(buckets: Sequence[Bucket], options: MuonConfig) -> tuple[int, int]:
-    """(number of bucket buffers, number of the bucket buffer for buckets without all-to-alls)."""
+    """(number of bucket buffers, buffer of local buckets). Raises as `check_bucket_buffers`."""
     if not options.overlap_backward:
         # Buffer 1: buckets without all-to-alls run when only bucket 0 has started
         return BUCKETS_IN_FLIGHT, 1

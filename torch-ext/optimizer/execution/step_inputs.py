@@ -93,7 +93,7 @@ class StepInputs:
         self.memory = buffers.memory
         self.packer = buffers.packer
         self.draws = buffers.draws  # a group has stochastic rounding
-        # Bytes that the device holds; None if a graph may have written others on replay
+        # Bytes that the device holds; None if a replayed graph may have overwritten the buffer
         self.uploaded: bytes | None = b""
         self.replayed = False  # a captured graph contains an upload
         # Staging buffers that belong to captured graphs: a replay copies from them again
@@ -125,7 +125,9 @@ class StepInputs:
         return has_copied
 
     def upload(self) -> None:
-        """Upload the addresses, scalars and flags of the gradients in the stores, if changed."""
+        """Upload the addresses, scalars and flags of the gradients in the stores, if changed.
+        Raises RuntimeError for stochastic rounding inside the user's own CUDA graph.
+        """
         values = []
         for store in self.stores:
             values += _addresses(store.gradients)
@@ -214,7 +216,7 @@ def make_stores(
 
 def _addresses(gradients: Sequence[torch.Tensor | None]) -> list[int]:
     """Data pointers; 0 for a gradient not yet made by backward."""
-    # No Python for each gradient in the usual case
+    # Usually every gradient exists: then no Python loop over gradients
     if type(None) in set(map(type, gradients)):
         return [0 if g is None else g.data_ptr() for g in gradients]
     return list(map(torch.Tensor.data_ptr, gradients))

@@ -69,8 +69,8 @@ class Workspace:
             views[use] = self.buffers[key][offset_bytes:end]
         return views
 
-    # The shared scratch is used between the two all-to-alls of a bucket only, and the pipeline
-    # computes a bucket to the end before the next: so all buckets can have a single scratch
+    # All buckets share a single scratch: a bucket uses the scratch between its two all-to-alls
+    # only, and the pipeline ends the computation of a bucket before the next bucket is computed
     def _key(self, number: int, memory: str) -> int | str:
         """Key of the buffer for bucket `number`; "shared_scratch" is common to all buckets."""
         return number % self.buffer_count if memory == "bucket_buffer" else memory
@@ -218,7 +218,7 @@ def _scattered(matrices: Sequence[Matrix], views: BoxViews) -> ScatteredRows:
 
 def _view(p: Piece, whole: Mapping[tuple, torch.Tensor], views: BoxViews) -> torch.Tensor:
     """The view of a piece: inside a whole matrix, or where the box of a direct matrix lies."""
-    # State always lies in stacks, also that of direct matrices
+    # State always lies in stacks, even the state of direct matrices
     stack = whole.get((p.matrix, p.kind))
     if stack is None:
         return views[p.matrix][p.box]
@@ -237,8 +237,8 @@ def copy_unless_in_place(
 class BoundSelection:
     """The stored pieces of a bucket from which this rank selects what it sends.
 
-    `chosen`: piece -> (k,) int64, its selected rows or columns, from the pack of a step to its
-    weight update. CUDA graphs of both have the addresses.
+    `chosen`: piece -> (k,) int64, the selected rows or columns of the piece, valid from the pack of
+    a step to the weight update. CUDA graphs of both hold the addresses.
     """
 
     def __init__(
@@ -256,8 +256,8 @@ class BoundSelection:
         return [p for p in pieces if p not in self.bound and self.store.selects_from(p)]
 
     def bind(self, pieces: Sequence[Piece]) -> tuple[list[SelectedPieces], list[list[Piece]]]:
-        """Bind the pieces of `pieces` from which this rank selects; return (bound pieces, the
-        pieces in each). Calls share memory, which lasts for a single phase.
+        """Bind those of `pieces` from which this rank selects; return (bound pieces, the pieces in
+        each). All calls share memory, so contents last for a single phase.
         """
         alike = defaultdict(list)
         for p in [p for p in pieces if self.store.selects_from(p)]:
@@ -301,8 +301,8 @@ def whole_or(
     selected: Sequence[SelectedPieces],
     members: Sequence[Sequence[Piece]],
 ) -> list[torch.Tensor]:
-    """The view in `views` of each piece; of pieces that are selected from, memory for all of the
-    piece. `selected`, `members`: from `BoundSelection.bind`.
+    """The view in `views` of each piece; for a piece from which this rank selects, memory for the
+    whole piece. `selected`, `members`: from `BoundSelection.bind`.
     """
     whole = {p: t for of, some in zip(selected, members) for p, t in zip(some, of.whole)}
     return [whole[p] if p in whole else views[p] for p in pieces]

@@ -117,8 +117,8 @@ def _keys_of(group: Mapping) -> dict[str, object]:
 
 @contextlib.contextmanager
 def of_no_group() -> Iterator[None]:
-    """A context manager for building an optimizer of one unnamed parameter: errors raised inside
-    lose the number of its group, which the config does not have.
+    """A context manager for building an optimizer of one unnamed parameter. Raises errors from
+    inside again, without the number of the group, which the config does not have.
     """
     try:
         yield
@@ -132,8 +132,9 @@ def argument_of(key: str) -> str:
 
 
 def spelling_of(given: Mapping, is_muon: bool = True) -> dict[str, str]:
-    """{argument of `Muon`: its key of the config} of the arguments that the config calls by another
-    name. `given`: the config, whose own spelling comes first. `is_muon`: `eps` is that of matrices.
+    """{argument of `Muon`: key of the config} of the arguments with another name in the config.
+    `given`: the config; a spelling found there comes first. `is_muon`: `eps` of `Muon` is meant,
+    not that of AdamW.
     """
     usual = {CALLED[key]: key for key in CALLED if is_muon or key != "ns_eps"}
     own = {argument_of(key): key for key in given if argument_of(key) in {*usual, "adjust_lr_fn"}}
@@ -209,7 +210,9 @@ class NamePattern:
 
 
 def patterns(key: str, given: object) -> list[NamePattern]:
-    """The patterns under `key` of the config: None, a text or a list of texts."""
+    """The patterns under `key` of the config. `given`: None, a text or a list of texts. Raises
+    ConfigError for other values.
+    """
     if given is None:
         return []
     if not isinstance(given, (str, list, tuple)):
@@ -220,7 +223,9 @@ def patterns(key: str, given: object) -> list[NamePattern]:
 
 
 def dtype_of(key: str, given: object) -> object:
-    """The torch.dtype that a text names; any value but a text is returned unchanged."""
+    """The torch.dtype that a text names; any value but a text is returned unchanged. Raises
+    ConfigError for an unknown name.
+    """
     if not isinstance(given, str):
         return given
     name = given.removeprefix("torch.")
@@ -231,7 +236,7 @@ def dtype_of(key: str, given: object) -> object:
 
 def process_group_of(given: object) -> object:
     """The process group of the value of `process_group`: "world" is the default group, and None
-    in a program of one process.
+    in a program of one process. Raises ConfigError for numbers, lists, mappings and other texts.
     """
     is_text = isinstance(given, str)
     if isinstance(given, (bool, int, float, list, Mapping)) or (is_text and given != "world"):
@@ -247,7 +252,7 @@ def process_group_of(given: object) -> object:
 
 def clip_of(given: object, model: nn.Module) -> object:
     """The QKClip of a mapping of the arguments of `QKClip.of`; a QKClip and None are returned
-    unchanged.
+    unchanged. Raises ConfigError for other values and unknown arguments, and as `QKClip.of`.
     """
     if given is None or isinstance(given, QKClip):
         return given
@@ -269,9 +274,11 @@ def clip_of(given: object, model: nn.Module) -> object:
 def in_config_terms(
     where: str, called: Mapping[str, str] | None = None, has_groups: bool = False
 ) -> Iterator[None]:
-    """A context manager that prefixes errors raised inside with `where`, and names arguments as
-    the config does. `called`: {argument: key of the config}, of `spelling_of` for None.
-    `has_groups`: the config has groups, so that their numbers say something.
+    """A context manager that raises errors from inside again: prefixed with `where`, with arguments
+    named as in the config, and a ValueError as ConfigError.
+
+    `called`: {argument: key of the config}; None: the result of `spelling_of`. `has_groups`: the
+    config has groups, so messages keep the number of a group.
     """
     try:
         yield
@@ -283,7 +290,7 @@ def in_config_terms(
         text = words.sub(lambda found: called[found.group()], str(error))
         if not has_groups:
             text = _without_group(text)
-        # Not translated twice by a context around this one
+        # An outer context does not translate the message of a ConfigError a second time
         kind = ConfigError if isinstance(error, ValueError) else type(error)
         raise kind(f"{where}: {text}") from error
 

@@ -46,7 +46,9 @@ def _pairs(group: Mapping) -> list[tuple[str | None, torch.Tensor]]:
 
 
 def _split_of(group: Mapping, params: list[torch.Tensor]) -> object:
-    """The value of `split` for `flatten`, `num_heads` and `split_sizes`; None without any."""
+    """The value of `split` for `flatten`, `num_heads` and `split_sizes`; None without any. Raises
+    ConfigError for wrong values, several of the three, and sizes that do not fit a parameter.
+    """
     flatten, heads, sizes = (group.get(key) for key in ("flatten", "num_heads", "split_sizes"))
     if heads is not None and not _is_size(heads):
         raise ConfigError(f"num_heads={heads!r} is not allowed: it must be a whole number >= 1")
@@ -73,7 +75,7 @@ def _split_of(group: Mapping, params: list[torch.Tensor]) -> object:
         if wrong := [count for count in rows if count % heads]:
             raise ConfigError(f"num_heads={heads} does not divide the {min(wrong)} rows")
         return {"heads": heads}
-    # A form for each parameter: a matrix is flat
+    # One form for each parameter: a matrix needs no flattening
     return ["flatten" if p.ndim > 2 else None for p in params] if flatten else None
 
 
@@ -88,7 +90,9 @@ def _is_beta(value: object) -> bool:
 
 
 def _muon_group(group: Mapping, params: list[torch.Tensor]) -> dict[str, object]:
-    """The keys of a Muon group for a group of dion's "muon" or "normuon"."""
+    """The keys of a Muon group for a group of dion's "muon" or "normuon". Raises ConfigError for an
+    unknown `adjust_lr`, and as `_split_of`.
+    """
     keys = {new: group[old] for old, new in RENAMED.items() if old in group}
     factor = group.get("adjust_lr", "spectral_norm")
     if not (factor is None or isinstance(factor, str)) or factor not in FACTORS:
@@ -173,10 +177,12 @@ def _has_plain(groups: list[dict]) -> bool:
 
 
 def _groups(params: Iterable, defaults: Mapping) -> list[dict]:
-    """The groups of this package for the argument `params` of dion."""
+    """The groups of this package for the argument `params` of dion. Raises ConfigError for groups
+    and parameters side by side, and as `translated`.
+    """
     entries = list(params)
     if not any(isinstance(entry, Mapping) for entry in entries):
-        # Without parameters no group: torch's constructor refuses that
+        # No parameters give no group, which torch's constructor refuses
         entries = [{"params": entries}] if entries else []
     for entry in entries:
         if not isinstance(entry, Mapping):
@@ -204,7 +210,8 @@ class _DionGroups(torch.optim.Optimizer):
     ) -> None:
         """Call the constructor of `Muon` or `NorMuon`. `of_all_groups`: distributed_mesh,
         use_polar_express and newton_schulz_func. `betas` and `of_groups`: the arguments that a
-        group may replace, by their keys.
+        group may replace, by their keys. Raises ConfigError for wrong `betas`, and as `translated`,
+        `_muon_arguments` and `Muon`.
         """
         with self._in_dions_terms():
             is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2

@@ -50,7 +50,7 @@ class MuonFactory:
     def __call__(self, model: nn.Module, training_args: object = None, /, **given: object) -> Muon:
         """The optimizer of the trainable parameters of `model`.
 
-        training_args: ignored; axolotl passes them. Raises ValueError, TypeError or
+        training_args: ignored; axolotl passes them. Raises ConfigError (a ValueError), TypeError or
         NotImplementedError, naming the key of the config.
         """
         given = {key: value for key, value in given.items() if key not in config.IGNORED}
@@ -111,7 +111,9 @@ def _sorted(given: Mapping, options: Mapping) -> tuple[dict, dict, dict]:
 
 
 def _groups(model: nn.Module, grouping: Mapping) -> list[dict]:
-    """The groups of a model, for arguments of `get_default_muon_param_groups` in a config."""
+    """The groups of a model, for arguments of `get_default_muon_param_groups` in a config. Raises
+    ConfigError for wrong values, and as that function.
+    """
     grouping = dict(grouping)
     for key in ("adamw", "muon"):
         if key in grouping:
@@ -128,7 +130,7 @@ def _groups(model: nn.Module, grouping: Mapping) -> list[dict]:
     if report is not None and not isinstance(report, bool) and not callable(report):
         raise ConfigError(f"report: {report!r} is not allowed: it must be true or false")
     if isinstance(report, bool):
-        # One table, not one for each rank
+        # Rank 0 alone prints the table
         is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
         grouping["report"] = print if report and is_first else None
     return get_default_muon_param_groups(model, **grouping)
@@ -145,7 +147,8 @@ def _resolved(arguments: Mapping, model: nn.Module) -> dict[str, object]:
     if "process_group" in arguments:
         resolved["process_group"] = config.process_group_of(arguments["process_group"])
         if isinstance(arguments["process_group"], str) and resolved["process_group"] is None:
-            # One process: no copies of parameters, and one config serves any number of processes
+            # A single process has no copies of parameters. With None in place of "world" one config
+            # serves any number of processes.
             for key in ("shard_state", "grads_are_reduced"):
                 resolved.pop(key, None)
     if "qk_clip" in arguments:
@@ -155,7 +158,7 @@ def _resolved(arguments: Mapping, model: nn.Module) -> dict[str, object]:
 
 def _override(groups: list[dict], overrides: object, rule: object) -> list[Overridden]:
     """The groups, with the parameters that a pattern matches in groups of their own. `rule`: of the
-    config.
+    config. Raises ConfigError for values of wrong types, and for a pattern without a match.
     """
     if not isinstance(overrides, Mapping):
         raise ConfigError(
@@ -250,12 +253,13 @@ def _build(overridden: list[Overridden], arguments: Mapping, spelling: Mapping[s
         return _optimizer([entry.group for entry in overridden], arguments)
     except (ValueError, TypeError, NotImplementedError):
         with in_config_terms(WHERE, spelling), config.of_no_group():
-            # The fault may be one of the arguments: any parameter has it. A clip needs the model
+            # The arguments alone may be at fault: then a trial with any parameter fails too. The
+            # trial has no clip, which needs the model.
             of_any = {key: value for key, value in arguments.items() if key != "qk_clip"}
             matrix = config.trial_matrix(arguments.get("rounding"))
             _optimizer([{"params": [matrix]}], of_any)
         for where, keys, group in filter(lambda entry: entry.where, overridden):
-            # Or the fault is one of a pattern: its group alone has it
+            # Otherwise an entry of `overrides` may be at fault: then a trial of its group fails too
             own = config.spelling_of(keys, group["use_muon"])
             with in_config_terms(f"{WHERE}: {where}", own):
                 _optimizer([group], arguments)

@@ -83,8 +83,8 @@ def register_megatron_muon(
 
     Values come from the keys `muon_*` of OptimizerConfig. split_gate_up: orthogonalize gate and up
     of gated MLPs as two matrices. options: arguments of `Muon` from `OPTIONS`, which come before
-    the config. Raises ImportError without Megatron-Core 0.19, ValueError or TypeError for arguments
-    that are not allowed.
+    the config. Raises ImportError without Megatron-Core 0.19, ConfigError (a ValueError) or
+    TypeError for arguments that are not allowed.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(
@@ -113,7 +113,9 @@ def register_megatron_muon(
 
 
 def _registry() -> ModuleType:
-    """The module of Megatron-Core with the entries of optimizers."""
+    """The module of Megatron-Core with the entries of optimizers. Raises ImportError without
+    Megatron-Core, and for a version without the module.
+    """
     try:
         import megatron.core
         import megatron.core.optimizer
@@ -136,7 +138,9 @@ def _registry() -> ModuleType:
 
 
 def _try(arguments: Mapping) -> None:
-    """Raise what `Muon` raises for arguments, without the number of a group."""
+    """Try arguments of `Muon`. Raises ValueError as the constructor does, without the number of a
+    group.
+    """
     try:
         Muon([trial_matrix()], **arguments)
     except ValueError as error:
@@ -207,7 +211,9 @@ def _check_data_parallel(model_chunks: Sequence[nn.Module], is_layer_wise: bool)
 
 
 def _values(config: Any) -> dict[str, object]:
-    """Arguments of `Muon` that Megatron's config names."""
+    """Arguments of `Muon` that Megatron's config names. Raises ConfigError for values that are not
+    allowed.
+    """
     scale = SCALES[_known(config, "muon_scale_mode", SCALES)]
     extra = config.muon_extra_scale_factor
     is_number = isinstance(extra, (int, float)) and not isinstance(extra, bool)
@@ -239,7 +245,7 @@ def _known(config: Any, key: str, allowed: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True)
 class Traits:
-    """What Megatron's model says about a parameter."""
+    """Facts about a parameter, from the attributes that Megatron's model sets on it."""
 
     name: str
     dim: int | None = None  # sharded by tensor parallelism; None: not sharded
@@ -253,7 +259,7 @@ class Traits:
 
     def split(self, rows: int) -> dict | None:
         """The key `split` of a parameter with `rows` rows on all ranks together. Raises ConfigError
-        if they are no whole number of query groups.
+        if the rows are no whole number of query groups.
         """
         if self.qkv is not None:
             if rows % sum(self.qkv):
@@ -269,7 +275,9 @@ class Traits:
 def _traits_of_model(
     model_chunks: Sequence[nn.Module], split_qkv: bool, split_gate_up: bool
 ) -> dict[torch.Tensor, Traits]:
-    """The traits of all parameters of the chunks of a model."""
+    """The traits of all parameters of the chunks of a model. Raises ConfigError, naming the
+    parameter, if gate and up are interleaved with `split_gate_up`, and as `_traits`.
+    """
     found = {}
     for number, chunk in enumerate(model_chunks):
         config = getattr(chunk, "config", None)
@@ -398,7 +406,7 @@ def _traits(
 
 
 class View(NamedTuple):
-    """A parameter of Megatron, and what `Muon` steps in its place."""
+    """A parameter of Megatron, and the tensor that `Muon` steps in place of the parameter."""
 
     local: torch.Tensor  # of Megatron's groups
     # A view of `local` as a DTensor; `local` itself if it is whole, or a parameter in its memory:
@@ -476,7 +484,8 @@ class MegatronMuon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Step all parameters by their attribute `grad`. Collective over tensor parallelism, and
-        over data parallelism without Megatron's distributed optimizer.
+        over data parallelism without Megatron's distributed optimizer. Raises ValueError for a
+        closure, and for momentum of a wrong shape.
         """
         if closure is not None:
             raise ValueError("step: a closure is not supported, Megatron has computed the loss")
@@ -504,7 +513,7 @@ class MegatronMuon(torch.optim.Optimizer):
         for group, of in zip(self.param_groups, state_dict["param_groups"]):
             for param, number in zip(group["params"], of["params"]):
                 momentum = saved.get(number, {}).get(STATE)
-                # torch has rounded it to the dtype of the parameter
+                # torch has rounded the momentum to the dtype of the parameter
                 if momentum is not None and param.dtype != torch.float32:
                     self.state[param][STATE] = momentum.to(param.device, torch.float32, copy=True)
 

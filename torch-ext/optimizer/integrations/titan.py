@@ -52,7 +52,7 @@ def _values_of_part(values: dict[str, object], names: list[str]) -> dict[str, ob
 
 
 def _check_patterns(values: dict[str, object]) -> None:
-    """Raise ConfigError for a pattern of a config that is none."""
+    """Raise ConfigError for a value of the config that should be a pattern and is none."""
     with in_config_terms(WHERE):
         for key in ("adamw", "muon", OVERRIDES):
             given = values.get(key)
@@ -84,8 +84,9 @@ def _container() -> type:
     from torchtitan.components.optimizer import OptimizersContainer
 
     class MuonOptimizersContainer(OptimizersContainer):
-        """A container of one optimizer for each part of a model. Its table of optimizers is not
-        used, as no entry can be added.
+        """A container of one optimizer for each part of a model. The class does not use
+        torchtitan's table of optimizers, to which no entry can be added. Raises ConfigError for
+        unsupported options and wrong patterns.
         """
 
         @dataclass(kw_only=True, slots=True)

@@ -9,7 +9,8 @@ def trainer_metrics(trainer: object, every: int = 50, per_parameter: bool = Fals
     """A TrainerCallback that logs `Muon.metrics` by `trainer.log`, as every report_to of the
     arguments takes it: `trainer.add_callback(trainer_metrics(trainer))` before `train()`.
 
-    Nothing is logged if no step has collected since the last log: a GradScaler has skipped all.
+    The callback logs nothing if no step has collected metrics since the last log, as when a
+    GradScaler has skipped all steps.
 
     trainer: transformers.Trainer or a subclass, with an optimizer of this package. every: number of
     steps from log to log. per_parameter: as of `metrics`. Raises ValueError for other values,

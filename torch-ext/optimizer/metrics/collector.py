@@ -2,7 +2,7 @@
 
 Updates ask the collector of their plan for memory when they are bound (`of_pieces`, `of_params`,
 `samples`), and their launches write there in every step. The memory never moves, so CUDA graphs
-hold it. `Collector.table` reads it, after the step.
+hold its address. `Collector.table` reads the sums, after the step.
 
 [Note: counted once] Of several copies of an element, one rank counts: the source of the piece.
 Owners count matrices whose state they alone keep, and their own chunks.
@@ -29,7 +29,7 @@ COLUMNS = 7  # of a table: the fields of `values.Sums`
 PROBES = 16  # random vectors that estimate the orthogonality error; exact for short sides up to 16
 # Elements of the largest matrix that is sampled
 SAMPLED_ELEMENTS = 1 << 20
-# Old weights that are saved at a time, where another library's kernels step them
+# Elements of old weights that are saved at a time, where torch's own kernels write the new weights
 SAVED_ELEMENTS = 1 << 22
 
 
@@ -78,7 +78,7 @@ class OrthogonalitySample:
 
 
 class Collector:
-    """What the updates of a plan collect in a step, see the module."""
+    """The memory in which the updates of a plan collect sums during a step, see the module."""
 
     def __init__(self, plan: Plan, rank: int, sampled: Iterable[Matrix]) -> None:
         """`rank`: this rank. `sampled`: of `sampled_matrices`."""
@@ -162,8 +162,8 @@ class Collector:
     def _add_sampled(
         self, numbers: Sequence[int], regions: Sequence[Sequence[Region]], counts: Sequence[bool]
     ) -> Squares:
-        """Return memory for the sums of parameters `numbers` or parts of them; count the elements
-        of those with `counts`.
+        """Return memory for the sums of `regions`, the rectangles of each of the parameters
+        `numbers` or of a part of it; count the elements where `counts` is True.
         """
         for number, some, is_counted in zip(numbers, regions, counts):
             for region in some if is_counted else ():
@@ -177,8 +177,8 @@ class Collector:
         self.read[number] += elements if read is None else read
 
     def of_parts(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Return rows for the sums of parts of parameters that are stepped where stored; `numbers`:
-        parameter of each part. The parts of a parameter are all of it.
+        """Return rows for the sums of parts of parameters that are stepped where stored. `numbers`:
+        parameter of each part; together the parts of a parameter hold all of its elements.
         """
         count = len(self.elements)
         counts = [self.rank in layout.replicas[0] for layout in self.plan.layouts]
@@ -224,8 +224,8 @@ class Collector:
 
 def sampled_matrices(plans: Sequence[Plan]) -> list[set[Matrix]]:
     """Return for each plan the matrices whose orthogonality is measured: one for each parameter
-    group and set of ranks that step matrices together. It is the largest of at most
-    SAMPLED_ELEMENTS elements, else the smallest; all ranks of the set choose alike.
+    group and set of ranks that step matrices together. The largest matrix of at most
+    SAMPLED_ELEMENTS elements is taken, else the smallest; all ranks of the set choose alike.
     """
     candidates: dict[tuple, list[tuple]] = {}
     for index, plan in enumerate(plans):

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from ..kernels.metrics.sample import Region
 from ..params.layout import Box, Layout
 
-# At least half as many elements of a parameter are read, and at least one chunk of SHARE
+# Parameters of up to READ_ELEMENTS elements are read whole. Of a larger parameter at least half as
+# many elements are read, and at least one chunk of SHARE.
 READ_ELEMENTS = 1 << 18
 SHARE = 32
 
@@ -47,7 +48,9 @@ def regions_of_rows(shape: Sequence[int], first: int, count: int) -> list[Region
 
 
 def share_of(shape: Sequence[int]) -> int:
-    """Return of how many chunks one is read, by the whole shape of a parameter: a power of two."""
+    """Return the number of chunks of which one is read, for the whole `shape` of a parameter: a
+    power of two, 1 for a parameter that is read whole.
+    """
     numel, share = math.prod(shape), 1
     while share < SHARE and numel > share * READ_ELEMENTS:
         share *= 2
@@ -55,7 +58,9 @@ def share_of(shape: Sequence[int]) -> int:
 
 
 def _whole(numel: int) -> list[Region]:
-    """Return the rectangle of a local tensor that is read whole: numbers decide nothing."""
+    """Return a single rectangle for a local tensor that is read whole. Positions of the elements in
+    the parameter do not matter then.
+    """
     return [Region(1, numel, 0, 0, 0, 0, 1)] if numel else []
 
 
@@ -71,7 +76,7 @@ def _of_box(
     # Elements between neighbours along each dim: in numbers, and in the local tensor
     steps, strides = ([math.prod(of[d + 1 :]) for d in range(len(of))] for of in (shape, local))
     cuts = [d for d, size in enumerate(sizes) if size != shape[d]]
-    # Dims behind the last cut are columns, with its own; dims down to the cut before it are rows
+    # Columns: the last cut dim and the dims behind. Rows: the dims from the cut before up to there.
     last = cuts[-1] if cuts else 0
     before = cuts[-2] if len(cuts) > 1 else 0
     cols = math.prod(sizes[last:])

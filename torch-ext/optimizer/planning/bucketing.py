@@ -19,15 +19,15 @@ Buckets = list[list[Round]]
 # Fractions of the limit that a bucket may take. Smaller buckets overlap more, but pay the latency
 # of an all-to-all and the launches of a stack more often.
 ROOM_FRACTIONS = (1, 1 / 2, 1 / 4, 1 / 8)
-# Numbers of rounds that are a bucket of their own, at the beginning and at the end
+# Tried numbers of rounds in the small first bucket, and in the small last one; 0: no such bucket
 END_ROUNDS = (0, 1, 2)
 # Largest ratio of expected times at which another arrangement replaces the best so far. The cost
 # model is not exact enough to tell closer times apart.
 WORTHWHILE = 0.995
 # Largest ratio of expected time to the best, at which buckets that take less memory are preferred
 MAX_SLOWDOWN = 1.01
-# Number of buckets of one family in overlap_backward, where each has memory of its own, and in
-# overlap_forward
+# Number of buckets of a family with overlap_backward, where each bucket takes memory of its own,
+# and with overlap_forward
 OVERLAP_BUCKETS = 8
 # Ratio of the limit of one trial to the limit of the trial before, in the search for less memory
 SHRINK = 0.85
@@ -81,8 +81,8 @@ def cut(
     MAX_SLOWDOWN of the best; without, only the time counts.
     """
     nbytes_of = _WorkspaceBytes(rounds, workspace_for)
-    # A limit far above the bytes of a single bucket is halved until it is less than twice these:
-    # its fractions then divide the rounds, and twice a limit gives the same buckets
+    # A limit of more than twice the bytes of all rounds in one bucket is halved: then its fractions
+    # divide the rounds, and a limit twice as large gives equal buckets
     together = nbytes_of(rounds)
     while 0 < 2 * together <= rank_bytes:
         rank_bytes //= 2
@@ -114,7 +114,7 @@ def cut(
     for buckets in distinct.values():
         sums = nbytes_of.sums(buckets)
         nbytes = bytes_together(sums)
-        # The time is asked for last: a simulation of the timeline costs more than a sum
+        # The time is computed last: a simulation of the timeline takes longer than a sum
         if nbytes < fewest and predicted_end(sums) <= latest:
             best, fewest = buckets, nbytes
     return best
@@ -136,7 +136,8 @@ def _smaller(
             longest = max(map(len, buckets))
             if not _is_too_large(buckets, nbytes_of, rank_bytes):
                 yield buckets
-            # At most the fraction in use: every fraction between the two gives equal buckets
+            # Next limit: at most the fraction that the longest bucket uses. Every limit in between
+            # gives equal buckets.
             fraction = SHRINK * min(fraction, max(map(nbytes_of, buckets)) / rank_bytes)
 
 

@@ -85,7 +85,8 @@ class CostModel:
             and all(self.entries.values())
             and all("us" in entry for entry in products)
         )
-        # Compared by communication/plan_check.py: ranks with other tables choose other owners
+        # communication/plan_check.py compares keys: ranks with different tables would choose
+        # different owners
         self.key = hashlib.sha256(repr((arch, self.table, products)).encode()).hexdigest()
         self._batch_times: dict[tuple[int, Longs], int] = {}  # (short side, longs) -> ns
         self._costs: dict[tuple[int, int], int] = {}  # (rows, cols) -> cost
@@ -132,7 +133,7 @@ class CostModel:
         newton_schulz/iteration.py.
         """
         us = 0.0
-        # Number of n x n products of the Gram iteration -> matrices with so many
+        # Number of n x n products of the Gram iteration -> number of matrices
         shared = Counter()
         launches, products, grams = self._in_gram_chain(n, longs)
         for m, count in longs:
@@ -284,8 +285,8 @@ class _Clock:
         """Append a phase to the compute stream, longer by its overlap with all-to-alls."""
         start = self.now
         end = start + duration
-        # The last 16 spans only: linear time. With BUCKETS_IN_FLIGHT buckets, older all-to-alls
-        # have ended.
+        # Only the last 16 spans are searched, for linear time: with BUCKETS_IN_FLIGHT buckets all
+        # older all-to-alls have ended
         busy = sum(
             max(0.0, min(end, s.end) - max(start, s.start))
             for s in self.spans[-16:]

@@ -23,12 +23,12 @@ def assign(units: Sequence[tuple[int, tuple[int, ...]]], base: Mapping[int, int]
     loaded allowed rank. If every rank may own every unit and `base` is empty, the largest load is
     at most 4/3 of the best possible.
     """
-    # Swaps between owners would level the loads further. But LPT gives the ranks mostly equal
-    # shapes in each round, and a bucket ends with its slowest rank: with swaps the expected step is
-    # longer in most cases (docs/log.md).
+    # LPT alone, although swaps between owners would level the loads further. With LPT the ranks get
+    # mostly equal shapes in each round, and a bucket ends with its slowest rank: with swaps the
+    # expected step is longer in most cases (docs/log.md).
     loads = dict(base)
-    # By id of the tuple of allowed ranks: a heap of (load at the time of the entry, tie break,
-    # rank). Hashing a tuple of thousands of ranks for every unit would be slow.
+    # Id of the tuple of allowed ranks -> heap of (load at the time of the entry, tie break, rank).
+    # Keys are ids because hashing a tuple of thousands of ranks for every unit would be slow.
     heaps: dict[int, list[tuple[int, int, int]]] = {}
     owners = [None] * len(units)
     for i in sorted(range(len(units)), key=lambda i: (-units[i][0], i)):

@@ -22,8 +22,8 @@ from .cost_model import BucketTimes, CostModel
 if TYPE_CHECKING:
     from ..params.layout import Layout
 
-# Bytes: the data of each peer in an all-to-all buffer begins at a multiple, and every row of a
-# matrix that is read where it arrived. The widest load of a GPU, and a TMA address, need 16.
+# Bytes. The data of each peer in an all-to-all buffer begins at a multiple, and so does every row
+# of a matrix that is read where it arrived. The widest load of a GPU, and a TMA address, need 16.
 ALIGNMENT = 16
 
 # Bytes of an element of state and of a sent number, in fp32, at the owner and in the all-to-alls;
@@ -111,7 +111,8 @@ class PlanInputs:
     """Sizes and options of a plan of matrices, besides layouts and costs. Equal on all ranks."""
 
     element: int = 2  # bytes of an element of U and O in the all-to-alls (`wire_dtype`)
-    # State that owners read: key -> "element", "row", "column" or "matrix", that a number is for
+    # State that owners read: key -> whether it has a number for each "element", "row", "column" or
+    # "matrix"
     state: Mapping[str, str] = field(default_factory=dict)
     # Numbers that owners send with O: [(name, "row", "column" or "matrix")]
     sends: tuple[tuple[str, str], ...] = ()
@@ -127,14 +128,15 @@ class PlanInputs:
     # [(short side, long side)] -> whether iterations of several shapes gain by scratch of their
     # own, see `method.gain_side_by_side`
     side_by_side: Callable[[list], bool] = never
-    # Bytes of the workspace that the two options before may use; None: no more than without them
+    # Bytes of the workspace up to which scattered rows and scratch of each shape may be used; None:
+    # only where neither takes further memory
     rank_bytes: int | None = None
     # Whether owners store the state of DTensors that they read: then the state is not sent
     state_at_owners: bool = False
 
     def owner_stores(self, layout: Layout) -> bool:
-        """Whether the owner of a matrix stores the matrix' state, whatever `layout` says. Of a
-        plain parameter every rank has a copy, see the option shard_state.
+        """Whether the owner of a matrix stores the matrix's state, whatever `layout` says. False
+        for plain parameters, whose state every rank has: see the option shard_state.
         """
         return self.state_at_owners and not layout.plain
 
@@ -499,15 +501,16 @@ class MemoryModel:
         buffer, scratch = 0, 0
         for (owner, _), (long, square) in iterated.items():
             inbound, _, return_buffer, held, until_apply = owners[owner]
-            # State and means are next to whichever is larger: the all-to-all buffers, or the
-            # scratch of Newton-Schulz, which reuses them
+            # State and means lie behind the all-to-all buffers, or behind the scratch of
+            # Newton-Schulz, which reuses the buffers: behind the larger of the two
             buffer = max(
                 buffer,
                 returns + inbound + until_apply,
                 returns + return_buffer + until_apply,
                 long + until_apply,
             )
-            # Pieces are written whole before and after Newton-Schulz, where its squares are
+            # Whole pieces, from which a part is selected, use the memory of Newton-Schulz's squares
+            # before and after the iteration
             scratch = max(scratch, max(square, unselected) + held)
-        # Also on ranks that own nothing
+        # Ranks that own nothing need memory for `unselected` as well
         return buffer + fixed, max(scratch, unselected) + fixed

@@ -483,12 +483,12 @@ def plan_chunks(
     buckets = [[]]
     for param, (rows, cols) in enumerate(shapes):
         first, last = 0, -(-rows // N) if cols else 0
-        # A parameter without elements is a Matrix without rows: its count of steps still advances
+        # A parameter without elements becomes a Matrix without rows, since the parameter's count of
+        # steps must still advance
         buckets[-1] += [] if last else [Matrix(param, (0,), 0, 0)]
         while first < last:
             free = limit - sum(m.numel for m in buckets[-1])
-            # An empty bucket takes a row even if there is no free element, or planning would not
-            # end
+            # An empty bucket takes a row even without a free element: else the loop would not end
             if free < cols and buckets[-1]:
                 buckets.append([])
                 continue
@@ -563,8 +563,8 @@ def digest(buckets: Sequence[Bucket], layouts: Sequence[Layout], *more: object) 
     """Return a 56-bit number that differs between ranks with different plans (7 bytes of SHA-256).
     `more`: further values to compare, by `repr`.
     """
-    # Of parameters only the order counts: a rank may have parameters in between that the other
-    # ranks of the buckets do not know
+    # Parameters enter by their order, not by their indices: a rank may have parameters in between
+    # that the other ranks of the buckets do not know
     place = {
         param: i for i, param in enumerate(sorted({m.param for b in buckets for m in b.matrices}))
     }

@@ -82,7 +82,8 @@ class Plan:
     # None: state is placed like the parameter.
     state_rows: list[list[int]] | None = None
     # With state_at_owners: owners of the matrices of each parameter, row-major, -1 of matrices
-    # without elements; () if state is placed like the parameter. None: of all parameters
+    # without elements; () if the parameter's state is placed like the parameter. None: the state of
+    # every parameter is placed like the parameter
     matrix_owners: list[tuple[int, ...]] | None = None
     # Index of a parameter -> placements of its gradient, where other than the parameter's. The only
     # field that changes: a `Store` adds gradients found later. A new `Store` of the plan must know
@@ -94,7 +95,8 @@ class Plan:
     group_of: tuple[int, ...] = ()  # index of each parameter's group; () for one group
     # Ranks that hold copies of the plain parameters; None: plain parameters are this rank's alone
     process_group: dist.ProcessGroup | None = None
-    # Kind of a piece -> layout of each parameter, of which `rank_plans` are; {} without a selection
+    # Kind of a piece -> layout of each parameter by which `rank_plans` were made; {} without a
+    # selection
     selected: dict[str, list[SelectedLayout]] = field(default_factory=dict)
 
     @property
@@ -161,8 +163,7 @@ class Planner:
         group = groups[0]
         self.options = replace(self.options, process_group=process_group)
         names = [names_in(group) for group in groups]
-        # Again, after the checks of the constructor: since then a module may have been cast or
-        # sharded
+        # Checked again after the constructor: since then a module may have been cast or sharded
         for p, number in zip(params, group_of):
             check_param(p, names[number][p], groups[number])
         for own, known in zip(groups, names):
@@ -213,7 +214,9 @@ class Planner:
     def _matrices(
         self, groups: Sequence[dict], params: Sequence[torch.Tensor], group_of: Sequence[int]
     ) -> Plan:
-        """Return the plan of Muon groups that are stepped together."""
+        """Return the plan of Muon groups that are stepped together. Raises ValueError if a bucket
+        exceeds `workspace_bytes`.
+        """
         group = groups[0]
         splits = list(map(splits_by_id(groups).get, map(id, params)))
         layouts = self._layouts(params, splits)
@@ -222,7 +225,7 @@ class Planner:
         sent, of_state, selected = layouts, stored_state, {}
         selection = selection_of(group)
         if selection is not None:
-            # Only owners know which rows of their state are selected
+            # Where owners keep the state, only owners can select: ranks then send whole pieces
             sent = select(layouts, selection, not self.options.owner_keeps_state)
             of_state = {s.key: select_state(stored_state[s.key], sent, s.per) for s in rule.state}
             selected = {"matrix": sent, **of_state}
@@ -347,7 +350,9 @@ class Planner:
     def _chunks(
         self, groups: Sequence[dict], params: Sequence[torch.Tensor], group_of: Sequence[int]
     ) -> Plan:
-        """Return the plan of AdamW parameters with state at owners, all of one dtype."""
+        """Return the plan of AdamW parameters with state at owners, all of one dtype. Raises
+        ValueError if a bucket exceeds `workspace_bytes`.
+        """
         ranks, layouts = self._ranks(), self._layouts(params, [WHOLE] * len(params))
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         dtype = group_state_dtype(groups[0], self.options.state_dtype)
@@ -357,7 +362,7 @@ class Planner:
         state_dtype = state_device_and_dtype(averages[0], params[0], dtype)[1]
         inputs = ChunkPlanInputs(
             gradient_dtype(params[0]).itemsize,
-            # Of split weights both halves are sent, joined
+            # Split weights are sent as fp32 weights, joined from both halves
             (
                 torch.float32 if is_split(groups[group_of[0]], params[0]) else params[0].dtype
             ).itemsize,

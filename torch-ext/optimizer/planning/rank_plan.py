@@ -172,9 +172,10 @@ class RankPlan:
             in_buffer |= {"scratch_a": 0, "scratch_b": size["scratch_a"]}
             in_scratch = ("gram_scratch", "stack", "selected", "mean")
             end = max(arrive + size["arrive"], size["scratch_a"] + size["scratch_b"])
-        # State and means are read or written in several phases: they overlap with nothing
+        # State and means are used in several phases, so their memory overlaps with no other use
         in_buffer |= {"wide": end, "until_apply": end + size["wide"]}
-        # Written before Newton-Schulz, and again after
+        # "unselected" is written before Newton-Schulz, and again afterwards, in memory that only
+        # the iteration uses in between
         size["gram_scratch"] = max(size["gram_scratch"], size["unselected"])
         starts = itertools.accumulate((size[use] for use in in_scratch), initial=0)
         places = {use: ("bucket_buffer", offset) for use, offset in in_buffer.items()}
@@ -209,9 +210,9 @@ def rank_plan_of(
     pieces = [*state, *of_matrices, *weights, *sent]
     replicas = _replicas(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
-    # Of unreduced gradients the owner's own goes through the buffer too: the mean is one reduction
-    # over equal splits
-    # O of direct matrices leaves from where U arrived, so the splits of both ways have to be alike
+    # The owner's own unreduced gradient goes through the buffer too, because the mean is a single
+    # reduction over equal splits. O of direct matrices is sent from where U arrived, so the splits
+    # of the inbound all-to-all get room for the sent numbers of the outbound one.
     has_room = inputs.has_direct and not reduce
     room = [p for p in sent if p.is_source and has_room]
     inbound = _inbound(sources + room, rank, bucket.ranks, inputs, reduce)

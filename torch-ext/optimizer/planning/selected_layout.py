@@ -115,8 +115,8 @@ class SelectedLayout(Layout):
         return axis, tuple(blocks)
 
     def can_select_at_source(self) -> bool:
-        """Whether every stored box has whole blocks, and these whole: a rank can then select from
-        the box alone.
+        """Whether every stored box consists of whole blocks, over the full length of the other
+        side: then a rank can select from the box alone.
         """
         for unit, axis in enumerate(self.axes):
             blocks = self.blocks(unit)

@@ -108,7 +108,7 @@ class QKClip:
 
     @property
     def threshold(self) -> float:
-        """tau."""
+        """tau. Raises ValueError for anything but a finite number above 0."""
         return self._threshold
 
     @threshold.setter
@@ -191,7 +191,9 @@ class QKClip:
         self._on(values.device, self._recorded).add((layer,), (values,))
 
     def _checked(self, layer: str, maxima: torch.Tensor | Sequence[float]) -> torch.Tensor:
-        """Return the maxima that a rank gives of a layer, as a tensor. Raises as `record` does."""
+        """Return the maxima of a layer, given by this rank, as a tensor. Raises ValueError as
+        `record` does.
+        """
         known = self.layers.get(layer)
         if known is None:
             raise ValueError(
@@ -223,7 +225,9 @@ class QKClip:
 
     @torch.no_grad()
     def take(self, given: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Give `given`, {layer: maxima}, and all recorded maxima to the step that begins."""
+        """Give `given`, {layer: maxima}, and all recorded maxima to the step that begins. Raises
+        TypeError if `given` is no mapping, and ValueError as `record` does.
+        """
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
                 f"qk_logits must be a dict {{layer: maxima}}, not {type(given).__name__}"
@@ -235,7 +239,7 @@ class QKClip:
             of_device.setdefault(values.device, {})[layer] = values
         if not self.counts:
             self._count_silent_step()
-        # A step that failed before it read the maxima has left them: all are compared
+        # Maxima that a failed step has not read are still in `_taken`: new maxima are added
         for device, maxima in of_device.items():
             self._on(device, self._taken).add(tuple(maxima), [*maxima.values()])
         for device, recorded in self._recorded.items():
@@ -256,7 +260,7 @@ class QKClip:
             )
 
     def taken_on(self, device: torch.device) -> LargestLogits:
-        """The maxima of the running step, on the device of the step; `set_results` empties them."""
+        """The maxima of the running step, on `device`; `set_results` empties the maxima."""
         found = self._on(device, self._taken)
         for other in self._taken.values():
             if other is not found:

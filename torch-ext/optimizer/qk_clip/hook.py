@@ -76,7 +76,7 @@ class HeadClipping(StepHook):
         device: torch.device,
     ) -> None:
         """`groups`: live parameter groups. `own`: `options` of each group, with its process group.
-        `nonfinite`: of the step; a step that it skips as a whole clips nothing.
+        `nonfinite`: flags of the step; a step skipped as a whole clips nothing.
 
         Raises ValueError if ranks would clip by maxima of their own batches only;
         NotImplementedError, naming the layer, if weights of a layer are on different ranks.
@@ -87,7 +87,7 @@ class HeadClipping(StepHook):
         self.process_groups = process_groups
         self.whole_step = nonfinite if nonfinite is not None and nonfinite.whole else None
         self.device = device
-        self.in_turn = options.overlap_forward  # weights are scaled once each one is written
+        self.in_turn = options.overlap_forward  # each weight is scaled as soon as it is written
         self.parameters = {
             name: {key: clip.param(groups, key) for key in layer.weights}
             for name, layer in clip.layers.items()
@@ -101,7 +101,7 @@ class HeadClipping(StepHook):
         # See `_connect`: the tensor and the number of layers for which the views were made
         self.connected: tuple[torch.Tensor, int] | None = None
         self.targets: list[torch.Tensor] = []  # views of `values`
-        self.sources: list[torch.Tensor] = []  # what each is in the next step
+        self.sources: list[torch.Tensor] = []  # for each target, the tensor copied in each step
 
     def _place_heads(self) -> None:
         """Place the maxima of all layers in a buffer, layers of equal ranks beside each other: the
@@ -154,7 +154,7 @@ class HeadClipping(StepHook):
         self._make_buffers(len(maxima))
 
     def _make_buffers(self, H: int) -> None:
-        """Make what a step computes of `H` heads: each launch writes into memory of its own."""
+        """Allocate the tensors that a step computes for `H` heads, one for each launch."""
         shared = len(self.members)
         self.heads = torch.zeros(2 * H, dtype=torch.float32, device=self.device)
         self.maxima, self.flags = self.heads.view(2, H)
@@ -178,7 +178,7 @@ class HeadClipping(StepHook):
         return torch.tensor(values, dtype=torch.int64, device="cpu").to(self.device)
 
     def _ranks_of(self, name: str) -> Ranks:
-        """The ranks that hold the weights of a layer."""
+        """The ranks that hold the weights of a layer. Raises as the constructor."""
         found = set()
         is_chosen = False  # whether a parameter group names the ranks of its plain parameters
         for key, param in self.parameters[name].items():
@@ -313,8 +313,9 @@ class HeadClipping(StepHook):
             self.unscaled = set(range(len(self.weights)))
 
     def _connect(self, taken: LargestLogits) -> None:
-        """Find what `values` are before the ranks compare: the maxima of this rank at the places of
-        its heads, and `initial` elsewhere.
+        """Set `targets` and `sources`, the copies that fill `values` before the ranks compare:
+        maxima of this rank at the places of its heads, and `initial` elsewhere. Raises ValueError
+        as `_first_head`.
         """
         size, total = taken.values.numel(), len(self.values)
         origins = [*range(size, size + total)]  # in `taken.values`, followed by `initial`

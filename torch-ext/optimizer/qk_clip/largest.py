@@ -10,16 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-# Sets of layers whose buffers are kept, beside those of a single layer
+# Number of sets of layers whose buffers are kept, besides one set for each single layer
 MOST_BATCHES = 4
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Buffers of logits that are given together, and where they go.
+    """Buffers for the logits of a set of layers, given in one call of `LargestLogits.add`.
 
     `finite`, `broken`: fp32 (heads of all given layers,), the finite logits and the flags.
-    `sources`: views of both. `targets`: as many views of `LargestLogits.values`.
+    `sources`: views of both. `targets`: for each source, the view of `LargestLogits.values` that
+    takes the maximum.
     """
 
     finite: torch.Tensor
@@ -38,7 +39,7 @@ class LargestLogits:
     """
 
     def __init__(self, heads: Mapping[str, int], device: torch.device) -> None:
-        """Without any logit. `heads`: number of heads of each layer."""
+        """Start without logits. `heads`: number of heads of each layer."""
         self.places, end = {}, 0
         self._heads = dict(heads)
         for layer, count in heads.items():
@@ -52,12 +53,14 @@ class LargestLogits:
         self._batches: dict[tuple[str, ...], Batch] = {}  # given layers -> buffers
 
     def __getstate__(self) -> dict:
-        """For copies and pickles: no views, which would be tensors of their own."""
+        """For copies and pickles: without the views, which would become separate tensors."""
         return {**vars(self), "_batches": {}}
 
     def add(self, layers: tuple[str, ...], logits: Sequence[torch.Tensor]) -> None:
-        """Take the maxima of `values` and of `logits`, (heads of this rank,) of each layer, on the
-        device. A layer has as many heads in every call.
+        """Replace `values`, in place, by the maxima of `values` and `logits`.
+
+        `logits`: (heads of this rank,) of each layer, on the device. A layer must have an equal
+        number of heads in every call.
         """
         batch = self._batches.get(layers)
         if batch is None:
@@ -99,8 +102,9 @@ class LargestLogits:
 
 
 def runs(origins: Sequence[int], border: int = 0) -> Iterator[tuple[int, int, int]]:
-    """Yield (first position, its origin, number of positions) of each longest run of positions with
-    consecutive origins. Origins of a run are all below `border`, or none is.
+    """Yield (first position, origin of the first position, number of positions) of each longest run
+    of positions with consecutive origins. A run never crosses `border`: either all of its origins
+    are below, or none is.
     """
     start = 0
     for at in range(1, len(origins) + 1):

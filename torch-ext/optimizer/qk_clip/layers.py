@@ -109,7 +109,9 @@ class AttentionLayer:
 def _slots(
     projection: Projection, size: int, factors: tuple[tuple[str, int, int], ...]
 ) -> torch.Tensor:
-    """`AttentionLayer.slots`. `factors`: (role, kind of the factor, number of heads)."""
+    """Return the result of `AttentionLayer.slots`, cached. `factors`: (role, kind of the factor,
+    number of heads). Raises ValueError as `slots`.
+    """
     roles = projection.roles_of(size)
     counts = Counter(roles)
     found: dict[str, Iterator[tuple[int, int]]] = {}
@@ -121,13 +123,13 @@ def _slots(
         length = max(1, counts[role] // heads)  # rows of a head
         rows = range(counts[role])
         found[role] = iter([(kind, 0 if kind == NONE else row // length) for row in rows])
-    # Also where the default device is another one
+    # On the CPU, whatever torch's default device is
     return torch.tensor([next(found[role]) for role in roles], device="cpu").T
 
 
 def parse_layer(given: object) -> AttentionLayer:
-    """The layer of plain values, see [Note: forms of a layer]. Raises TypeError or ValueError that
-    says what is allowed.
+    """The layer of plain values, see [Note: forms of a layer]. Raises TypeError or ValueError, with
+    the allowed values in the message.
     """
     _check_keys(given, LAYER_KEYS, "a layer")
     heads = _count(given, "heads", None)
@@ -155,7 +157,7 @@ def parse_layer(given: object) -> AttentionLayer:
 
 
 def _parse_parts(parts: object) -> Projection:
-    """The blocks of a parameter."""
+    """The blocks of a parameter. Raises TypeError or ValueError as `parse_layer`."""
     if isinstance(parts, str):
         parts = {"rows": [], "roles": [parts]}
     _check_keys(parts, PART_KEYS, "the blocks of a parameter")
@@ -188,7 +190,9 @@ def _check_keys(given: object, allowed: tuple[str, ...], what: str) -> None:
 
 
 def _count(given: Mapping, key: str, default: int | None) -> int:
-    """`given[key]`, a positive integer; `default` without the key. None: the key is needed."""
+    """`given[key]`, or `default` without the key; None: the key is needed. Raises ValueError for
+    anything but a positive integer.
+    """
     value = given.get(key, default)
     if type(value) is not int or value < 1:
         raise ValueError(f"{key}={shortened(repr(value))} must be a positive integer")

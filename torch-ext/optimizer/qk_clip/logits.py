@@ -40,7 +40,8 @@ def max_logits(
 
     query: (..., H, L, D); key: (..., K, S, D), where K divides H. attn_mask: as in
     `scaled_dot_product_attention`. A mask of numbers excludes positions of numbers up to `MASKED`.
-    Its other numbers (biases) are not added, since scaling of queries and keys does not scale them.
+    Larger numbers of the mask (biases) are not added: scaling queries and keys does not scale a
+    bias.
     Logits are products in the dtype of the query. Costs 2 L S D operations for each head and batch,
     about half with `is_causal`.
     """

@@ -215,7 +215,9 @@ def _roles(layout: Arrangement, weight: Weight, blocks: Blocks) -> tuple[str, ..
 def _head_counts(
     layout: Arrangement, weight: Weight, blocks: Blocks, roles: tuple[str, ...]
 ) -> tuple[int, int]:
-    """(query heads, key heads) of a fused weight; 0 for a number that it does not tell."""
+    """(query heads, key heads) of a fused weight; 0 for a number that the weight does not tell.
+    Raises ValueError if the number of heads is unknown.
+    """
     if layout is latent:
         heads = weight.number("n_local_heads", *HEADS)
         return heads, heads

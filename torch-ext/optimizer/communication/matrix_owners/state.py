@@ -1,13 +1,13 @@
-"""State of whole matrices at their owners (`state_at_owners`): where it lies, and moves between the
-owners and the placements of the parameters.
+"""State of whole matrices at their owners (`state_at_owners`): the place of each matrix's state,
+and moves between the owners and the placements of the parameters.
 
 With the option, the owner of a matrix stores the state that a rule reads there. Each rank has one
 flat tensor for a parameter and a key: the state of the matrices that the rank owns, row-major, in
 the order of `Layout.matrices`. Entry OWNERS_KEY of the parameter's state has the owners, then a
-number for the split, so that state can move without the plan that chose the owners, and never
-moves by the matrices of another split. In state dicts the state appears as DTensors
-with the placements of the parameter. `shown` and `move` are collective: all ranks of a mesh call
-them together.
+number for the split. With the owners state can move without the plan that chose the owners. The
+number keeps state from being moved by the matrices of another split. In state dicts the state
+appears as DTensors with the placements of the parameter. `shown` and `move` are collective: all
+ranks of a mesh call both together.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def shown(state: dict, groups: Sequence[dict]) -> dict:
 
 
 def _check_all(state: dict, members: Sequence[StateOf], groups: Sequence[dict]) -> None:
-    """`check` of all parameters of `groups`. `members`: result of `states_of`."""
+    """Call `check` for all parameters of `groups`; raises as `check`. `members`: result of
+    `states_of`.
+    """
     layouts: dict[int, dict[str, Layout]] = {}
     for of in members:
         layouts.setdefault(id(of.param), {})[of.key] = of.layout
@@ -198,7 +200,7 @@ def move(
     """
     for group, some in _by_process_group(members):
         forms = dict(zip(some, _agreed_forms(state, some, group)))
-        # By id: two tensors are compared element by element
+        # Grouped by id, because == compares two tensors element by element
         for _, of_param in itertools.groupby(some, key=lambda of: id(of.param)):
             of_param = list(of_param)
             owners, held = list(wanted[of_param[0].param]), state[of_param[0].param]
@@ -207,7 +209,7 @@ def move(
                 for of in of_param
                 if forms[of] != MISSING
             }
-            # Together: a collective that fails leaves owners that belong to the state
+            # State and owners are replaced together: after a failed collective both are still old
             held.update(moved)
             number = _number_of((of_param[0].split, tuple(of_param[0].param.shape)))
             held[OWNERS_KEY] = torch.tensor([*owners, number], dtype=torch.int64, device="cpu")
@@ -311,7 +313,7 @@ def _to_owners(
     local = local.to(flat.device)
     sent, received = [], []
     for matrix, owner, rank, box, start in _pieces(of, owners):
-        # Of replicas the owner's sends
+        # Only ranks in the owner's replica send
         if replica_of[rank] != replica_of[owner]:
             continue
         if rank == me:

@@ -62,12 +62,12 @@ class HostMemory:
         return self.whole_places.get(start) == tensor.nbytes and is_dense(tensor)
 
     def ranges_of(self, views: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-        """The ranges (start, stop) of bytes of dense views, ascending; adjacent ones are one."""
+        """The byte ranges (start, stop) of dense views, ascending; adjacent ranges are merged."""
         spans = []
         for view in views:
             start = self.offset_of(view)
             stop = start + view.nbytes
-            # Bytes up to the next state belong to nobody
+            # With the padding up to the next state, so that ranges of neighbours are merged
             spans.append((start, self.next_start.get(stop, stop)))
         ranges: list[tuple[int, int]] = []
         for start, stop in sorted(spans):
@@ -83,7 +83,7 @@ Range = tuple[HostMemory, int, int]  # (block, first byte, end)
 
 class HostBlocks:
     """All host memory of an optimizer: the block of the first step, and further blocks for states
-    that come later. A state stays where it is.
+    created later. A state never moves between blocks.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class HostBlocks:
         return self.block_of(tensor) is not None
 
     def ranges_of(self, views: Sequence[torch.Tensor]) -> list[Range]:
-        """The ranges of dense views, by block; adjacent ones are one."""
+        """The ranges of dense views, by block; adjacent ranges are merged."""
         by_block = [(block, list(filter(block.holds, views))) for block in self.blocks]
         return [(block, *span) for block, some in by_block for span in block.ranges_of(some)]
 
@@ -124,15 +124,18 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _host_bytes(nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Return flat memory on the host; for a CUDA device pinned as long as `owner` lives."""
+    """Return flat uint8 memory on the host; for a CUDA device pinned as long as `owner` lives.
+    Raises RuntimeError if the memory cannot be pinned.
+    """
     if device.type != "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    # Not torch's pinned allocator: it rounds up to a power of two, and keeps what is freed. Whole
-    # pages of its own, since two registrations must not share a page. The storage begins where the
-    # registration does, or `is_pinned` is False. Shared: after a fork, as of a data loader, writes
-    # of this process do not go to copies of pages that the GPU does not know.
+    # torch's pinned allocator is not used: it rounds up to a power of two, and keeps freed memory.
+    # The memory consists of whole pages, since two registrations must not share a page. The storage
+    # begins where the registration does; otherwise `is_pinned` would be False. The mapping is
+    # shared: after a fork, as by a data loader, writes to a private mapping would go to copies of
+    # pages that the GPU does not know.
     whole = nbytes + -nbytes % mmap.PAGESIZE
     memory = torch.frombuffer(mmap.mmap(-1, whole), dtype=torch.uint8)
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), whole, PORTABLE))
@@ -143,14 +146,14 @@ def _host_bytes(nbytes: int, device: torch.device, owner: object) -> torch.Tenso
             "offload_state out"
         )
     finalizer = weakref.finalize(owner, _unpin, memory, device)
-    # At the end of the process the driver frees all, and its context may be gone
+    # Not at the end of the process: the driver frees all memory, and its context may be gone
     finalizer.atexit = False
     return memory[:nbytes]
 
 
 def _unpin(memory: torch.Tensor, device: torch.device) -> None:
     """Unpin memory, once no copy uses it any more."""
-    # Inside somebody's capture this fails, and no copy is in flight
+    # During a capture of a graph `synchronize` raises; no copy is in flight then
     with contextlib.suppress(Exception):
         torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -1,4 +1,6 @@
-"""`Offload`: what a step with offloaded state does otherwise, asked by `Preparation`."""
+"""`Offload`: the place of offloaded state, and the classes of updates that step such state;
+`Preparation` asks for both.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from .scheduler import LEAST_SLOTS, Scheduler
 from .streams import streams_for
 from .updates import OFFLOADED_UPDATES, OffloadedElementwiseUpdate
 
-# Bytes of a slot. A part costs the host tens of microseconds of calls: as long as PCIe takes for
-# some MiB
+# Limits of the bytes of a slot. The calls for a part take the host tens of microseconds, in which
+# PCIe transfers some MiB.
 LEAST_SLOT, MOST_SLOT = 4 << 20, 16 << 20
-# Elements of parameters with offloaded state for each byte of all slots: 0.042 bytes an element.
-# With the state per row, these are at most 0.05
+# Number of elements, of parameters with offloaded state, for each byte of all slots: the slots take
+# 0.042 bytes an element. Slots and state per row together take at most 0.05.
 ELEMENTS_PER_BYTE = 24
 
 
@@ -81,7 +83,7 @@ class Offload(StatePlace):
 
     def wait(self) -> None:
         """Let the host wait until host memory holds the state of the last step."""
-        # Whoever captures a graph has synchronized before, and must not now
+        # A user who captures a graph has synchronized before, and must not do so during the capture
         if self.scheduler is not None and not capturing(self.scheduler.device):
             self.scheduler.wait()
 
@@ -117,7 +119,7 @@ class Transfers(StepHook):
         self.stores = stores
 
     def _wait_if_missing(self) -> None:
-        """Wait where a gradient is missing: the host is about to read and write state."""
+        """Wait if a gradient is missing: then the host is about to read and write state."""
         if any(store.missing for store in self.stores):
             self.scheduler.wait()
 

@@ -83,9 +83,9 @@ class InParts:
         parts: Sequence[tuple[Part, Callable[[], Launch]]],
         binds_once: bool = False,
     ) -> None:
-        """`parts`: (part, function that binds the launch of the part). Parts are bound when they
-        first run, since slots are given in the order of a step. `binds_once`: a part that is bound
-        in a dry run stays so.
+        """`parts`: (part, function that binds the launch of the part). A part is bound when it
+        first runs, since slots are given in the order of a step. `binds_once`: a part that was
+        bound in a dry run is not bound again.
         """
         self.binds_once = binds_once
         self.store = store
@@ -114,7 +114,7 @@ class InParts:
         scheduler = self.scheduler
         for number, part in enumerate(self.parts):
             launch = functools.partial(self.launches[number] or self._bind(number), *arguments)
-            # A step with a known order, as all but the first, makes no lists
+            # Every step but the first has a known order, and needs no list of the following parts
             following = () if scheduler.order else self.parts[number + 1 :]
             scheduler.run(part, launch, following)
 

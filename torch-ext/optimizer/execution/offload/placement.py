@@ -1,7 +1,7 @@
-"""Where the state of each parameter lies: in host memory, or on the device.
+"""Placement of the state of each parameter: in host memory, or on the device.
 
-`HostState.pack` moves state there, before a step is bound. State per element is offloaded; state
-per row, column or matrix, and step counts, stay on the device: together a small part.
+`HostState.pack` moves state to its place, before a step is bound. State per element is offloaded.
+State per row, column or matrix, and step counts, stay on the device: together a small part.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ StateId = tuple[int, str]  # (id of a parameter, key of its state)
 
 
 class Residents:
-    """Which states stay on the device. A state is asked about once: parameters of later steps do
-    not drive it out.
+    """The states that stay on the device. The decision on a state is kept: parameters that are
+    stepped later do not drive a state out.
     """
 
     def __init__(self, offload_state: bool | int) -> None:
@@ -90,28 +90,30 @@ class HostState:
     """The host memory of an optimizer's state.
 
     [Note: a place for each state]
-    A state gets a place in host memory when its parameter is stepped first, and stays there: steps
+    A state gets a place in host memory when its parameter is first stepped, and stays there: steps
     of other parameters copy nothing. A state that lies elsewhere, as after `load_state_dict`, gets
-    a new place: the one before may be part of a state dict that somebody keeps. The first block has
-    room for the state of parameters that have no gradient yet, too.
+    a new place: the old place may be part of a state dict that the user keeps. The first block also
+    has room for the state of parameters that have no gradient yet.
     """
 
     def __init__(self, options: MuonConfig) -> None:
         self.options = options
         self.memory = HostBlocks()
         self.elements = 0  # of parameters whose state in host memory the bound step reads
-        # Places that no state has had yet: (block, number in it, bytes)
+        # Places reserved for states that do not exist yet: (block, number of the place, bytes)
         self.unused: dict[StateId, tuple[HostMemory, int, int]] = {}
 
     @functools.cached_property
     def residents(self) -> Residents:
-        """Which states stay on the device. Made late: options are checked after the constructor."""
+        """The states that stay on the device. Made at the first use, since the constructor runs
+        before options are checked.
+        """
         return Residents(self.options.offload_state)
 
     def pack(self, plans: Sequence[Plan], state: dict, groups: Sequence[dict]) -> None:
-        """Put all state of `plans` where it belongs, and views of host memory in place of entries
-        of `state`. `groups`: all parameter groups. No communication. The host must have waited for
-        copies of the last step.
+        """Move all state of `plans` to host memory or to the device. Replaces entries of `state` by
+        views of host memory. `groups`: all parameter groups. No communication. The host must have
+        waited for copies of the last step.
         """
         self._forget_others({id(p) for group in groups for p in group["params"]})
         device = device_of(groups)
@@ -139,7 +141,9 @@ class HostState:
         self.unused = {one: at for one, at in self.unused.items() if one[0] in params}
 
     def _elsewhere(self, entries: Sequence[Entry]) -> list[Entry]:
-        """The entries without a place of their own."""
+        """The entries whose state is not in a place of its own in host memory, or has strides other
+        than the entry's.
+        """
         found, taken = [], set()
         for entry in entries:
             local = entry.local
@@ -151,14 +155,14 @@ class HostState:
         return found
 
     def _has_room(self, entry: Entry) -> bool:
-        """Whether a place waits for an entry."""
+        """Whether a place of the right size is reserved for an entry."""
         return self.unused.get(entry.id, (None, 0, -1))[2] == entry.local.nbytes
 
     def _later(
         self, plans: Sequence[Plan], state: dict, groups: Sequence[dict]
     ) -> dict[StateId, int]:
-        """{state: bytes} of parameters that may be stepped later and have no place: plain ones, for
-        which a gradient decides.
+        """{state: bytes} of states without a place, of parameters that may be stepped later: plain
+        parameters, which a process steps only in steps with a gradient.
         """
         planned = {id(p) for plan in plans for p in plan.params}
         found = {}
@@ -220,7 +224,7 @@ def _pieces_by_param(plan: Plan) -> dict[int, tuple[int, list[Piece]]]:
     for bucket, rank_plan in plan.rank_plans or ():
         stored = rank_plan.stored
         if bucket.route in ("exchange", "own"):
-            # In the order of launches
+            # Pieces in the order in which launches read their state
             sets = rank_plan.piece_sets
             in_order = (*sets.sent, *sets.during_inbound, *sets.after_inbound, *sets.replicas)
             stored = (*in_order, *(p for p in stored if p.kind != "matrix"))
@@ -238,8 +242,9 @@ def _dense_strides(
     pieces: Sequence[Piece],
     first: Strides | None = None,
 ) -> Strides | None:
-    """Strides of a state in host memory with which each piece is dense, so that it is one range of
-    bytes; None if there are none: blocks of rows and of columns at once. `first`: are tried first.
+    """Strides of a state in host memory with which each piece is dense, hence one range of bytes.
+    None if no strides do that, as for pieces that are blocks of rows and of columns at once.
+    `first`: strides to try first.
     """
     weight = local_of(plan.params[number])
     split = plan.split(number)
@@ -248,7 +253,7 @@ def _dense_strides(
     if is_alike and split.view != "flatten":
         natural = weight.stride()
     found = [natural] if first is None else [first, natural]
-    # 8-bit momentum is read by blocks of columns
+    # Not for 8-bit momentum, which kernels read by blocks of columns
     if split.view != "flatten" and local.ndim > 1 and local.is_floating_point():
         found += _strides_of_matrices(local.shape, split)
     of_key = [p for p in pieces if p.kind in ("matrix", key)]
@@ -283,7 +288,7 @@ def _strides_of_matrices(shape: Sequence[int], split: Split) -> list[Strides]:
     """Strides of a tensor whose `split.matrices` are contiguous, and of one whose transposed
     matrices are.
     """
-    # The dims of the matrices, found by strides that no two dims share
+    # The order of the dims in `split.matrices`, found from a tensor whose strides are all different
     labels = torch.empty_strided(shape, [1 << d for d in range(len(shape))], device="meta")
     dims = [stride.bit_length() - 1 for stride in split.matrices(labels).stride()]
     found = []
@@ -303,7 +308,7 @@ def _view(plan: Plan, local: torch.Tensor, piece: Piece) -> torch.Tensor:
     layout = layouts[piece.kind][number]
     selected = plan.selected.get(piece.kind)
     if selected is not None and selected[number].at_source:
-        # A part is sent, and the whole is stored
+        # The piece to send is a part of the stored piece, and state lies at the stored piece
         rows, columns = selected[number].whole_shape(rank, piece.matrix.unit, piece.start)
         piece = replace(piece, box=((0, rows), (0, columns)))
     lead = zip(piece.matrix.at, layout.boxes[rank])

@@ -1,4 +1,4 @@
-"""The order of transfers of offloaded state: which part is fetched when, and what waits for what.
+"""The order of transfers of offloaded state: when each part is fetched, and the waits in between.
 
 A launch that reads or writes offloaded state is cut into parts. A `Part` is fetched into a `Slot`
 on the device, computed, and written back if the launch writes it. `Scheduler.run` does all three
@@ -7,9 +7,9 @@ for one part, and fetches the next parts ahead, in the order of the last step.
 [Note: launches beside Newton-Schulz]
 Momentum is needed for U only, and Newton-Schulz needs no state. So `packing` puts the launches that
 write U of the next bucket, and AdamW, on the stream PACK: their transfers go on while matrices are
-multiplied. In the waits below it is the stream of these launches. It waits for all that the
-caller's stream has been given, which includes the last reader of the memory that U is written to;
-the reader of U, and the end of the step, wait for it.
+multiplied. For these launches PACK takes the place of COMPUTE in the waits below. PACK waits for
+all earlier work of the caller's stream, which includes the last reader of the memory that U is
+written to. The reader of U, and the end of the step, wait for PACK.
 
 [Note: waits of offloaded state]
 Four waits order the three streams, and two more the host:
@@ -34,8 +34,8 @@ from ...state.create import outside_inference_mode
 from .memory import ALIGNMENT, HostBlocks, HostMemory
 from .streams import COMPUTE, INWARD, OUTWARD, PACK, Copies, CopyStreams, NoStreams
 
-# One part is computed, one is fetched, one is written back. Further slots are filled while matrices
-# are multiplied, which uses no state
+# At a time a first part is computed, a second one fetched and a third one written back, each in a
+# slot of its own. Further slots are filled while matrices are multiplied, which uses no state.
 LEAST_SLOTS = 3
 
 
@@ -43,7 +43,7 @@ class Slot:
     """Memory on the device for one part at a time."""
 
     def __init__(self, memory: torch.Tensor, streams: NoStreams | CopyStreams, number: int) -> None:
-        """`memory`: flat uint8, new: earlier uses of it are ordered by the current stream."""
+        """`memory`: flat uint8, newly allocated: the current stream orders all earlier uses."""
         self.memory = memory
         self.number = number
         self.fetched = streams.event(f"fetched {number}")
@@ -74,7 +74,7 @@ class Part:
             self.nbytes += stop - start
 
     def place_in(self, slot: Slot | None) -> None:
-        """Give the part its slot, at fixed addresses; None: take it away."""
+        """Give the part its slot, at fixed addresses; None: take the slot away."""
         self.slot = slot
         self.fetches: Copies = []  # (memory in the slot, host memory)
         ranges = self.ranges if slot is not None else ()
@@ -84,7 +84,7 @@ class Part:
         self.write_backs: Copies = [(host, place) for place, host in self.fetches]
 
     def on_device(self, view: torch.Tensor) -> torch.Tensor:
-        """The counterpart in the slot of one of the views, or of a view inside of one."""
+        """The counterpart in the slot of a view of the part, or of a view inside such a view."""
         number, block, first, stop = next(
             (number, *span) for number, span in enumerate(self.ranges) if _is_in(view, *span)
         )
@@ -141,9 +141,10 @@ class Scheduler:
         self.slots: list[Slot] = []
         self.written = streams.event("written")  # after the last write-back
         self.read: object = streams.event("fetched")  # after the last fetch
-        self.given = streams.event("given")  # after what the caller's stream was given
+        self.given = streams.event("given")  # after earlier work of the caller's stream
         self.packed = streams.event("packed")  # after the last launch of `packing`
-        # Updates whose U is written a bucket ahead, in the order of a step. Weak: they hold this
+        # Updates whose U is written a bucket ahead, in the order of a step. Weak references,
+        # because updates hold the scheduler
         self.bucket_refs: list[weakref.ref] = []
         self.order: list[Part] = []  # of the last step
         self.disjoint: set[Part] = set()  # parts of `order` that share no host memory with others
@@ -158,7 +159,7 @@ class Scheduler:
     def _slot(self, number: int) -> Slot:
         """Slot `number`; the first call takes the memory of all slots."""
         if not self.slots:
-            # A step inside of inference mode must leave slots that later steps can write to
+            # Tensors made in inference mode could not be written to by a later step outside of it
             with outside_inference_mode():
                 for i in range(self.slot_count):
                     memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
@@ -176,8 +177,8 @@ class Scheduler:
         part.place_in(self._slot(0))
 
     def run(self, part: Part, launch: Callable[[], None], following: Sequence[Part] = ()) -> None:
-        """Have `part` on the device, call `launch` on the current stream, and write back.
-        `following`: parts that run next, for a step without a known order.
+        """Fetch `part` unless already in its slot, call `launch` on the current stream, and write
+        back. `following`: parts that run next, for a step without a known order.
         """
         slot, streams = part.slot, self.streams
         if slot.holds is not part:
@@ -203,7 +204,7 @@ class Scheduler:
     @contextlib.contextmanager
     def packing(self, packed: object) -> Iterator[None]:
         """Context manager whose launches run on the stream PACK, see [Note: launches beside
-        Newton-Schulz]. `packed`: event, recorded at the end; who reads what was written waits.
+        Newton-Schulz]. `packed`: event, recorded at the end; readers of U wait for the event.
         """
         streams = self.streams
         streams.record(self.given, COMPUTE)
@@ -240,7 +241,7 @@ class Scheduler:
         """
         while self.ahead < min(len(self.order), len(self.done) + self.slot_count):
             part = self.order[self.ahead]
-            # Two parts in a row may have one slot: the first is computed first
+            # The slot still holds an earlier part, which has to be computed first
             if part.slot.holds is not None:
                 return
             self._fetch(part)
@@ -263,15 +264,15 @@ class Scheduler:
         self.streams.copy(OUTWARD, part.write_backs)
         self.streams.record(self.written, OUTWARD)
         if part in self.disjoint:
-            return  # no slot holds its host memory: only parts of `order` are fetched ahead
+            return  # no slot has a copy of this memory: only parts of `order` are fetched ahead
         # A slot that was filled before this write-back is stale
         for slot in self.slots:
             if slot.holds is not None and slot.holds.overlaps(part):
                 slot.holds = None
 
     def end_step(self) -> None:
-        """Let the current stream wait for launches of `packing`. Forget what is fetched, since
-        state may change between steps; keep the order.
+        """Let the current stream wait for launches of `packing`. Forget fetched parts, since state
+        may change between steps; keep the order.
         """
         self.streams.wait(COMPUTE, self.packed)
         if self.done != self.order:
@@ -282,7 +283,7 @@ class Scheduler:
 
     def wait(self) -> None:
         """Let the host wait until host memory holds the state of the last step, and no copy reads
-        it. Forget what is fetched, since the host may write state next.
+        host memory. Forget fetched parts, since the host may write state next.
         """
         self.streams.synchronize(self.written)
         self.streams.synchronize(self.read)

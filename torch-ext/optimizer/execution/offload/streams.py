@@ -54,16 +54,17 @@ class CopyStreams:
     """
 
     def __init__(self, device: torch.device, streams: dict[str, torch.cuda.Stream]) -> None:
-        """`streams`: of the last binding, {} before: torch has few, and gives them out in turn, so
-        that new ones would soon be those of others.
+        """`streams`: of the last binding, {} before; changed in place. Streams are kept because
+        torch has a pool of few streams and gives them out in turn: further streams would soon be
+        shared with other code.
         """
         self.device = device
         self.streams = streams
         if not streams or streams[PACK].device != device:
-            # Its short kernels go first where both streams have blocks to run
+            # Of higher priority: the short kernels of PACK run first if both streams have blocks
             streams[PACK] = torch.cuda.Stream(device, priority=-1)
             streams |= {name: torch.cuda.Stream(device) for name in (INWARD, OUTWARD)}
-        # PACK inside of `on_pack_stream`, where torch need not be asked; else None
+        # The stream PACK inside of `on_pack_stream`, which saves a call of torch; else None
         self.current: torch.cuda.Stream | None = None
         self.shared: list[torch.Tensor] = []
         self.told = set(self.streams.values())  # streams that the allocator knows to use `shared`
@@ -91,7 +92,7 @@ class CopyStreams:
 
     def wait(self, stream: str, event: torch.cuda.Event) -> None:
         """See `NoStreams`."""
-        # A wait that is enqueued keeps to the record of this moment: events are recorded again
+        # Events are recorded again later: an enqueued wait keeps to the last record before the wait
         event.wait(self._stream(stream))
 
     def synchronize(self, event: torch.cuda.Event) -> None:
@@ -105,8 +106,8 @@ class CopyStreams:
                 for to, source in copies:
                     to.copy_(source, non_blocking=True)
             return
-        # Not torch's context manager: it asks for the device and the current stream, which takes
-        # the host as long as a copy
+        # Without torch's context manager, whose questions for the device and the current stream
+        # take the host as long as a copy
         torch.cuda.set_stream(self.streams[stream])
         try:
             for to, source in copies:

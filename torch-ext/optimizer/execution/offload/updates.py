@@ -2,11 +2,11 @@
 elementwise_updates.py, with launches on state in parts.
 
 [Note: momentum before weights]
-Momentum is fetched once: the launch that reads it for U writes it too (`update_momentum_early`), so
-that a part leaves its slot at once. Price: if a step raises, the momentum of a bucket may be new
-and its weights old. With overlap_backward the first launch runs during backward, before the step
-may change anything, and with a selection the momentum depends on O: there momentum is fetched
-again, and written along with the weights.
+Momentum is fetched once: the launch that reads momentum for U also writes momentum
+(`update_momentum_early`), so that a part leaves its slot at once. Price: if a step raises, the
+momentum of a bucket may be new and its weights old. In two cases momentum is fetched again, and
+written along with the weights. With overlap_backward the first launch runs during backward, when
+the step may not change anything yet. With a selection momentum depends on O.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class OffloadedState:
             return bind(pieces, to, means)
         if self.update_momentum_early:
             self.packed_pieces.update(pieces)
-        # Launches are bound later: updates of weights find these pieces selected already
+        # Selections are bound now, launches later: a weight update that is bound in between must
+        # find that these pieces have a selection
         self.selected_pieces.bind(pieces)
 
         def bind_part(cuts: Sequence[Cut]) -> Launch:
@@ -184,14 +185,14 @@ class OffloadedState:
         bind: Callable[[Sequence[Cut]], Launch],
     ) -> list[Launch]:
         """The launch on offloaded `pieces`, as in `_in_parts`; [] without pieces."""
-        # Pieces that were never bound select in the launch that is bound first, so each launch is
-        # bound once
+        # Of several launches on a piece, the launch bound first makes the selection: a launch must
+        # not be bound a second time
         selects = any(map(self.store.selects_from, pieces))
         parts = [
             (Part(self.store.memory, views, writes), lambda cuts=cuts: bind(cuts))
             for cuts, views in cut(self.store, pieces, keys)
         ]
-        # Elements are counted when launches are bound
+        # For metrics too: each binding counts elements
         once = selects or self.store.collector is not None
         return [InParts(self.store, parts, binds_once=once)] if parts else []
 
@@ -206,19 +207,19 @@ def _means_of(cuts: Sequence[Cut], means: Means | None) -> Means | None:
 
 class OffloadedLocalUpdate(OffloadedState, LocalUpdate):
     """`LocalUpdate` with state in host memory. U of a bucket is written while the bucket before is
-    orthogonalized, into the other one of two memories for stacks.
+    orthogonalized. The stacks of the two buckets lie in different memories, used in turn.
     """
 
     def __init__(self, inputs: BucketInputs) -> None:
         super().__init__(inputs)
-        self.is_packed = False  # U is written, or about to be
+        self.is_packed = False  # the launches that write U are enqueued
         self.packed_event = inputs.store.scheduler.streams.event("packed")
         if inputs.stack_name is not None:
             inputs.store.scheduler.bucket_refs.append(weakref.ref(self))
 
     def pack_early(self) -> None:
-        """Write U on the stream PACK, once a step. What the current stream has been given may use
-        the stacks; all that it is given later may not, until it waits for `packed`.
+        """Write U on the stream PACK, once a step. Earlier work of the current stream may use the
+        stacks; later work of that stream must first wait for `packed_event`.
         """
         if not self.is_packed:
             self.is_packed = True
@@ -226,14 +227,14 @@ class OffloadedLocalUpdate(OffloadedState, LocalUpdate):
                 super()._run_pack(self.pack_all, host_constants(self.group))
 
     def begin_step(self) -> None:
-        """Forget what a step that raised has packed."""
+        """Forget U that a failed step has written."""
         self.is_packed = False
 
     def _run_pack(
         self, pack: Launch, constants: MuonConstants, gradients: Gradients | tuple[()] = ()
     ) -> None:
-        """See `BoundUpdate`. U of the next bucket is written, too, and U of this one may be there
-        already.
+        """Write U of this bucket, unless written already, and U of the next bucket; see
+        `BoundUpdate`.
         """
         buckets = self.store.scheduler.buckets
         if in_dry_run() or self not in buckets:
@@ -254,8 +255,9 @@ class OffloadedShardedUpdate(OffloadedState, ShardedUpdate):
         self.packed_event = inputs.store.scheduler.streams.event("packed")
 
     def before_inbound(self) -> contextlib.AbstractContextManager:
-        """See `OwnerUpdate`. During backward, launches stay on its stream, and a selection uses
-        scratch of the bucket that is orthogonalized.
+        """Put launches on the stream PACK; see `OwnerUpdate`. Not with overlap_backward, where the
+        launches stay on the stream of backward. Not with a selection, whose scratch is in use by
+        the bucket that is orthogonalized.
         """
         if self.options.overlap_backward or self.selection is not None:
             return super().before_inbound()
@@ -272,8 +274,8 @@ class OffloadedUnreducedUpdate(OffloadedState, UnreducedUpdate):
 
 
 class OffloadedChunks:
-    """Base class, before an update of AdamW in chunks at owners: state is copied between slots and
-    the workspace, where copies of it are stepped.
+    """Base class, before an update of AdamW in chunks at owners: state is copied from slots to the
+    workspace, stepped there, and copied back.
     """
 
     def __init__(self, inputs: BucketInputs) -> None:
@@ -363,8 +365,9 @@ class OffloadedElementwiseUpdate(ElementwiseUpdate):
         self.states = {key: store.locals(key) for key in self.keys}
         self.averages = list(filter(is_offloaded, self.keys))
         members = [one for i in range(len(self.weights)) for one in self._members(i)]
-        # Step count of each further cut of a parameter: (parameter, first element) -> copy. Made
-        # now: a part may be bound after the step of the part before
+        # Step count of each further cut of a parameter: (parameter, first element) -> copy. The
+        # copies are made now: a part may be bound after an earlier part has advanced the original
+        # count
         self.counts = {
             (i, at.start): store.add_step_copy(i, self.states["step"][i])
             for i, at in members
@@ -446,19 +449,19 @@ class OffloadedElementwiseUpdate(ElementwiseUpdate):
         number, at = member
         tensor = self.states[key][number]
         if key == "step":
-            # torch's kernel counts for each tensor
+            # torch's kernel advances one count for each tensor, so each cut needs a copy
             return tensor if at is None else self.counts.get((number, at.start), tensor)
         view = _elements(tensor, member)
         return part.on_device(view) if self.store.memory.holds(view) else view
 
     def step(self, group: dict) -> None:
-        """Step all parameters; flagged parameters keep weight and state. Beside Newton-Schulz,
-        unless somebody is told when the weights are written.
+        """Step all parameters; flagged parameters keep weight and state. The launches run beside
+        Newton-Schulz, unless `written` has to be called once the weights are written.
         """
         scheduler = self.store.scheduler
         if self.written is not None or in_dry_run():
             return self._launch(group)
-        # The first Newton-Schulz waits for U
+        # First U of the first bucket, for which Newton-Schulz waits
         for bucket in scheduler.buckets[:1]:
             bucket.pack_early()
         with scheduler.packing(self.packed_event):

@@ -66,7 +66,7 @@ class BackwardOverlap:
         )
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.is_open = False  # inside `allow_start`, and all buckets so far could start
-        self.failed = False  # a bucket could not start, or what was sent is wrong
+        self.failed = False  # a bucket could not start, or sent values that the step does not have
         # Whether a gradient of the last step has changed since it was sent: one bool on CPU, valid
         # after `changed_event`. None: nothing to check.
         self.changed_flag: torch.Tensor | None = None
@@ -118,11 +118,11 @@ class BackwardOverlap:
                 "last_backward(), which goes round the backward of the last micro-batch only"
             )
         self.raise_if_changed()
-        # In a capture nothing may run in another stream that is not part of the graph
+        # In a capture no bucket may start: the side stream is not part of the graph
         self.is_open = bool(ready and self.buckets) and not capturing(self.device)
         self.pending = [set(needed) for needed in self.needed]
         if self.stream is not None:
-            # After the last step, whose bucket buffers and inputs are used again
+            # Buckets start after the last step, whose bucket buffers and inputs they use again
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
             yield
@@ -242,7 +242,7 @@ class BackwardOverlap:
     def run(self, jobs: Sequence[Job], closing: Callable[[], None] | None = None) -> None:
         """Step all buckets, and continue started buckets. `closing`: see pipeline.py."""
         started = self.started
-        # First, so that a step that raises does not leave finished generators behind
+        # Reset first: a step that raises must not leave finished generators in `started`
         self._reset()
         self.pipeline_run(jobs, closing, *([started] if started else ()))
 

@@ -217,7 +217,7 @@ class ForwardOverlap(StepHook):
         stream.wait_event(self.events[index])
         self.waited_event[stream] = index
         # From now on the allocator may reuse gradients freed on this stream. `pop` has a default
-        # since autograd's threads may get here at the same time.
+        # since several threads of autograd may run this method at the same time.
         if stream == self.caller_stream:
             for done in [until for until in list(self.held_gradients) if until <= index]:
                 self.held_gradients.pop(done, None)
@@ -228,7 +228,7 @@ class ForwardOverlap(StepHook):
         """Let streams wait until `params` are written: `reader` alone, or with None the current
         stream and the stream of `step`.
         """
-        # Whoever captures a graph has synchronized before
+        # A user who captures a graph has synchronized before
         if not self.events or capturing(self.device):
             return
         index = self.last_event_of(params)
@@ -254,7 +254,8 @@ class ForwardOverlap(StepHook):
 
     def __del__(self, suppress: Callable = contextlib.suppress) -> None:
         """Let the current stream wait for the last step: later, nobody would."""
-        # At the end of the process the names of this module may be gone, `contextlib` included
+        # `suppress` is a default argument because at the end of the process the names of this
+        # module may be gone, `contextlib` included
         with suppress(Exception):
             self.wait()
 

@@ -246,7 +246,7 @@ def _wait_points(
         points[model] |= outside
     inside = set()  # modules below a compiled module
     for module in filter(_is_opaque, modules):
-        # The wrapped module may be called past the wrapper
+        # A caller may call the wrapped module itself instead of the wrapper
         for one in {module, *_wrapped(module)}.intersection(modules):
             points[one] = _keys(module.parameters()) & keys
         inside.update(set(module.modules()) - {module})
