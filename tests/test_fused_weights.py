@@ -415,6 +415,36 @@ def test_a_fused_key_and_value_beside_a_query():
         found(within(attn=module))
 
 
+@pytest.mark.parametrize("name", ["n_kv_heads", "n_kv_head", "num_kv_heads", None])
+def test_fewer_key_heads_are_read_or_follow_from_the_outputs(name):
+    """Without their number, all heads would be key heads, and the sizes of another order would add up."""
+    heads, groups, size = 8, 2, 16
+    module = attention("MyAttention", "qkv_proj", (heads + 2 * groups) * size, num_heads=heads, head_dim=size,
+                       **({name: groups} if name else {}))
+    with pytest.raises(ValueError, match=r"Possible: {'rows': \[128, 32, 32\]} or "
+                                         r"{'rows': \[64, 16, 16\], 'repeat': 2}, or one matrix"):
+        found(within(attn=module))
+
+
+def test_sizes_that_are_unknown_are_no_reason_to_stay_whole():
+    with pytest.raises(ValueError, match="qkv_proj.weight .*Possible: sizes that add up to the outputs, or one matrix"):
+        found(within(attn=attention("MyAttention", "qkv_proj", 3 * E + 8, num_heads=H, head_dim=D)))
+    grouped = attention("MyAttention", "c_attn", ALL, **GROUPED)
+    with pytest.raises(ValueError, match="c_attn.weight .* looks like a fused weight"):
+        found(within(attn=grouped))
+    module = kind("Cross", to_q=linear(E, E), to_kv=linear(E // 2, E), num_heads=H)
+    with pytest.raises(ValueError, match="to_kv.weight .* looks like a fused weight"):
+        found(within(attn=module))
+
+
+def test_the_output_beside_an_unknown_fused_weight_has_heads():
+    module = attention("MyAttention", "qkv", 3 * E, num_heads=H)
+    assert named(within(attn=module), {"qkv": QKV}, "heads")["layers.0.attn.dense.weight"] == (
+        {"heads": H, "dim": 1}, False)
+    with pytest.raises(ValueError, match="dense.weight .*the number of its heads is unknown"):
+        named(within(attn=attention("MyAttention", "qkv", 3 * E)), {"qkv": QKV}, "heads")
+
+
 @pytest.mark.parametrize("layer, rows", [("in_proj", E), ("in_proj", 4 * E), ("kv_proj", E), ("c_attn", E)])
 def test_names_alone_suggest_nothing(layer, rows):
     assert splits(within(attn=attention("Any", layer, rows))) == {}
@@ -471,6 +501,8 @@ def test_a_split_by_name_can_be_of_a_weight_stored_transposed():
     model = within(a=kind("A", qkv=linear(E, 3 * E)))  # (in, out)
     assert named(model, {"qkv": form}, None)["layers.0.a.qkv.weight"] == ({"columns": [E, E, E]}, True)
     assert form == {"columns": [E, E, E], "transposed": True}
+    both = {"split": "flatten", "transposed": True}
+    assert named(model, {"qkv": both}, None)["layers.0.a.qkv.weight"] == ("flatten", True)
 
 
 def test_splits_by_name_step_as_those_of_groups():
@@ -502,6 +534,7 @@ def test_splits_by_name_step_as_those_of_groups():
     ({"qkv": {"heads": 3, "transposed": 1}}, TypeError, r"named_splits='qkv': transposed=1 must be True or False"),
     ({"qkv": QKV, "a": None}, ValueError, r"matches both named_splits='qkv' and named_splits='a', whose splits differ"),
     ({"embed": QKV}, ValueError, r"embed.* matches named_splits='embed', but goes to AdamW"),
+    ({"bias": QKV}, ValueError, r"named_splits='bias' matches biases, norms or other vectors only"),
     ({3: QKV}, ValueError, r"named_splits holds 3, but only regular expressions and functions"),
     ({"(": QKV}, ValueError, r"is no regular expression"),
     ("qkv", TypeError, r"named_splits='qkv' is not allowed: it must be a mapping"),
@@ -510,6 +543,7 @@ def test_wrong_splits_by_name_are_refused(by_name, error, message):
     model = nn.Sequential()
     model.add_module("embed", nn.Embedding(9, E))
     model.add_module("layers", nn.ModuleList([kind("Block", a=attention("A", "qkv", 3 * E))]))
+    model.add_module("norm", nn.LayerNorm(E))
     with pytest.raises(error, match=message):
         named(model, by_name, None)
 

@@ -152,8 +152,22 @@ def test_overrides_are_keys_of_groups_and_the_first_pattern_counts():
 def test_named_splits_have_patterns_of_configs():
     optimizer = built(lr=0.02, named_splits={"*.q_proj.weight": {"heads": 2}, "re:up": None})
     assert values(optimizer, "split") == {f"layers.{i}.q_proj.weight": {"heads": 2} for i in (0, 1)}
-    with pytest.raises(ValueError, match=r"named_splits='\*.k.weight' matches no trainable parameter"):
-        built(named_splits={"*.k.weight": {"heads": 2}})
+    told = r"named_splits='q_proj' matches no trainable parameter.*a glob of the whole name, or 're:' and a regex"
+    with pytest.raises(ValueError, match=told):
+        built(named_splits={"q_proj": {"heads": 2}})
+
+
+def test_the_advice_for_a_weight_that_looks_fused_is_in_terms_of_configs():
+    class MyAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c_attn, self.c_proj = nn.Linear(8, 24, bias=False), nn.Linear(8, 8, bias=False)
+
+    model = nn.ModuleDict({"attn": MyAttention()})
+    with pytest.raises(ValueError, match=r"named_splits={'re:attn.c_attn': .* set split in overrides"):
+        package().MuonFactory()(model, split="auto")
+    opt = package().MuonFactory()(model, split="auto", named_splits={"re:attn.c_attn": {"rows": [8, 8, 8]}})
+    assert [group.get("split") for group in opt.param_groups] == [None, {"rows": [8, 8, 8]}]
 
 
 def test_an_override_has_the_options_of_its_rule():

@@ -133,7 +133,21 @@ def _groups(model: nn.Module, grouping: Mapping) -> list[dict]:
         # Rank 0 alone prints the table
         is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
         grouping["report"] = print if report and is_first else None
-    return get_default_muon_param_groups(model, **grouping)
+    try:
+        return get_default_muon_param_groups(model, **grouping)
+    except ValueError as error:
+        raise ValueError(_as_of_config(str(error))) from error
+
+
+def _as_of_config(message: str) -> str:
+    """A message of `get_default_muon_param_groups` with the patterns and keys of configs."""
+    message = message.replace("named_splits={'", "named_splits={'re:")
+    message = message.replace(
+        "set the key `split` of a group yourself", f"set split in {OVERRIDES}: {{pattern: ...}}"
+    )
+    if "matches no trainable parameter" in message:
+        message += ". A pattern of a config is a glob of the whole name, or 're:' and a regex"
+    return message
 
 
 def _resolved(arguments: Mapping, model: nn.Module) -> dict[str, object]:

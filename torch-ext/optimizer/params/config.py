@@ -44,6 +44,11 @@ def _meant(
     """What to do about an argument that is not in `parameters` of `Muon`, for a message.
     `options`: of the rule that was given with it.
     """
+    if argument == "split":
+        return (
+            "it is a key of parameter groups. For models, get_default_muon_param_groups has "
+            'split="auto", and named_splits for forms by name'
+        )
     if argument in OF_DEFAULT_GROUPS:
         return "pass it to get_default_muon_param_groups"
     if argument in OF_NORMUON:

@@ -131,7 +131,8 @@ def get_default_muon_param_groups(
     them; see units.py [Note: forms of split]. "heads": also each head of q, k and v is a matrix
     (rows), and in output projections the columns of each head. None: each weight is one matrix.
     named_splits: {pattern: form of a split} for matrices by name, which `split` then leaves alone.
-    A form may also have the key "transposed"; None is one matrix. Unlike the attribute
+    A form may also have the key "transposed", or be {"split": form, "transposed": True}; None is
+    one matrix. Unlike the attribute
     `muon_split`, which fully_shard drops, names outlast sharding. report: a function called with
     the groups as a printable table, for example `print`.
 
@@ -142,6 +143,11 @@ def get_default_muon_param_groups(
     `split` finds a weight that looks fused, but cannot tell how.
     """
     check_module(model)
+    if report is not None and not callable(report):
+        raise ValueError(
+            f"report={shortened(repr(report))} is not allowed: it must be a function that gets the "
+            "groups as text, such as print"
+        )
     if split not in SPLITS:
         raise ValueError(
             f'split={split!r} is not allowed: it must be None, "auto" or "heads"; splits of '
@@ -157,6 +163,11 @@ def get_default_muon_param_groups(
     for pattern in [*patterns["adamw"], *patterns["muon"], *(pattern for pattern, _ in named)]:
         if pattern.found:
             continue
+        if pattern.found_vectors:
+            raise ValueError(
+                f"{pattern} matches biases, norms or other vectors only, which are not split: "
+                "correct the pattern, or leave it out"
+            )
         raise ValueError(
             f"{pattern} matches no trainable parameter of the model, whose names are "
             f"{_some([row.name for row in rows])}: correct the pattern, or leave it out"
@@ -276,6 +287,7 @@ class Pattern:
         self.argument = argument
         self.given = given
         self.found = False  # whether any parameter has matched
+        self.found_vectors = False  # of `named_splits`: whether a vector has matched
         if not (isinstance(given, (str, re.Pattern)) or callable(given)):
             raise ValueError(
                 f"{argument} holds {shortened(repr(given))}, but only regular expressions and "
@@ -298,14 +310,18 @@ class Pattern:
         """Whether the pattern matches a parameter at any of `places`, its names.
         Sets `found`.
         """
+        found = self.would_match(param, places)
+        self.found |= found
+        return found
+
+    def would_match(self, param: nn.Parameter, places: list[Place]) -> bool:
+        """As `matches`, without a change of `found`."""
         call = (
             self.given
             if self.regex is None
             else lambda name, module, param: self.regex.search(name)
         )
-        found = any(call(place.name, place.module, param) for place in places)
-        self.found |= found
-        return found
+        return any(call(place.name, place.module, param) for place in places)
 
 
 def _patterns(argument: str, given: Patterns) -> list[Pattern]:
@@ -337,9 +353,10 @@ def _named_patterns(given: Mapping[PatternLike, object] | None) -> list[tuple[Pa
     named = []
     for key, form in given.items():
         pattern, transposed = Pattern("named_splits", key), False
-        if isinstance(form, Mapping) and "transposed" in form:
-            transposed = form["transposed"]
-            form = {name: value for name, value in form.items() if name != "transposed"} or None
+        if isinstance(form, Mapping) and {"split", "transposed"} & form.keys():
+            transposed = form.get("transposed", False)
+            rest = {name: value for name, value in form.items() if name != "transposed"} or None
+            form = form["split"] if rest and rest.keys() == {"split"} else rest
         try:
             if not isinstance(transposed, bool):
                 raise TypeError(f"transposed={transposed!r} must be True or False")
@@ -358,6 +375,8 @@ def _named_split(
     Raises ValueError if two patterns contradict, or if the parameter goes to AdamW.
     """
     if param.ndim < 2:  # "qkv" is meant for the weight, not for its bias
+        for pattern, _ in named:
+            pattern.found_vectors |= pattern.would_match(param, places)
         return None
     # Every pattern is called, also after a match: unmatched patterns are an error
     matching = [(pattern, found) for pattern, found in named if pattern.matches(param, places)]

@@ -32,6 +32,7 @@ from .peers import (
     TIMM_SETS,
     WHOLES,
     candidates,
+    going_on_from_adamw,
     listed,
     marked,
 )
@@ -162,8 +163,7 @@ def _source(state_dict: dict, source: str | None) -> str:
             f"source={shortened(repr(source))} is not known: it must be None or one of "
             f"{', '.join(SOURCES)}"
         )
-    groups = state_dict["param_groups"]
-    keys = set().union(*groups)
+    keys = set().union(*state_dict["param_groups"])
     saved = set().union(*state_dict["state"].values())
     if source is not None:
         others = [name for name in marked(keys, saved) if name != source]
@@ -185,7 +185,7 @@ def _source(state_dict: dict, source: str | None) -> str:
     known = ", ".join(["torch.optim.Muon", *(peer.title for peer in PEERS.values())])
     raise ValueError(
         f"this is the state dict of no Muon that is known: its groups have {listed(keys)}, its "
-        f"states {listed(saved)}; known are {known}"
+        f"states {listed(saved)}; known are {known}{going_on_from_adamw(saved, 'exp_avg')}"
     )
 
 

@@ -125,7 +125,7 @@ def _form(weight: Weight, per_head: bool) -> dict | None:
         return _as_form(found, weight)
     for suspect in SUSPECTS:
         candidates = suspect(weight)
-        if candidates:
+        if candidates is not None:
             raise ValueError(_refusal(weight, candidates))
     return None
 
@@ -173,7 +173,9 @@ def _how(weight: Weight) -> str:
 
 def _refusal(weight: Weight, candidates: list[Blocks]) -> str:
     """The message for a weight with more than one possible split."""
-    forms = " or ".join(repr(_as_form(blocks, weight)) for blocks in candidates)
+    # Of one head, q, k and v in turns are q, k and v one after another
+    found = dict.fromkeys(repr(_as_form(blocks, weight)) for blocks in candidates)
+    forms = " or ".join(found) or "sizes that add up to the outputs"
     return (
         f"parameter {weight.name} of shape {weight.shape} looks like a fused weight, but the order "
         f"of its parts is unknown: {class_paths(weight.holder)[0]} is no class that "

@@ -9,7 +9,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .layouts import ATTENTION, HEAD_DIM, HEADS, KV_HEADS, MLA, Blocks, Weight, is_stored_transposed
+from .layouts import (
+    ATTENTION,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    MLA,
+    NAMED_Q_K_V,
+    Blocks,
+    Weight,
+    is_stored_transposed,
+)
 
 # fmt: off
 # Names of the layers of one attention module
@@ -114,10 +124,10 @@ def _is_attention(weight: Weight) -> bool:
         hasattr(weight.holder, name) for name in MLA
     ):
         return True
-    return any(
-        rule.applies(weight.named(name))
-        for name, _ in weight.holder.named_children()
-        for rule in ATTENTION
+    names = [name for name, _ in weight.holder.named_children()]
+    # A class without a rule: its q, k and v are named by the user, or refused
+    return any(NAMED_Q_K_V.search(name) for name in names) or any(
+        rule.applies(weight.named(name)) for name in names for rule in ATTENTION
     )
 
 

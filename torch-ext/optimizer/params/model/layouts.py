@@ -25,8 +25,8 @@ HEADS = (
 )
 KV_HEADS = (
     "num_multi_query_groups_per_partition", "num_query_groups_per_partition", "num_key_value_heads",
-    "num_kv_heads", "num_heads_kv", "kv_n_heads", "n_head_kv",
-    "n_query_groups"
+    "num_kv_heads", "num_heads_kv", "kv_n_heads", "n_head_kv", "n_kv_heads", "n_kv_head",
+    "kv_heads", "n_query_groups"
 )
 HEAD_DIM = (
     "head_dim", "hidden_size_per_attention_head", "head_size", "attention_head_size"
@@ -470,55 +470,74 @@ OTHERS: tuple[Rule, ...] = (
 
 # Weights that look fused in a class without a rule
 
+NAMED_Q_K_V = re.compile(r"qkv|query_key_value|queries_keys_values|^W_pack$")
 
-def _looks_like_q_k_v(weight: Weight) -> list[Blocks]:
-    """The possible splits of a weight that is named after q, k and v."""
-    strong = re.search(r"qkv|query_key_value|queries_keys_values|^W_pack$", weight.layer)
+
+def _looks_like_q_k_v(weight: Weight) -> list[Blocks] | None:
+    """The possible splits of a weight that is named after q, k and v; None for other names. A name
+    that several kinds of layers have counts if the outputs are those of q, k and v.
+    """
     weak = re.search(r"^(c_attn|att_proj|attn_proj|in_proj|in_proj_weight)$", weight.layer)
-    if not strong and not (weak and weight.outputs == 3 * weight.inputs):
-        return []
+    fits = weight.outputs == 3 * weight.inputs or (
+        weight.number(*KV_HEADS) and _adds_up(q_k_v(weight), weight)
+    )
+    if not NAMED_Q_K_V.search(weight.layer) and not (weak and fits):
+        return None
+    heads, kv_heads, head_dim = _fitting_heads(weight)
+    if not heads or not head_dim:
+        candidates = [equal(3)(weight)]
+    else:
+        queries, keys = heads * head_dim, kv_heads * head_dim
+        in_turns = queries // kv_heads, head_dim, head_dim
+        candidates = [Blocks((queries, keys, keys)), Blocks(in_turns, kv_heads)]
+    return [blocks for blocks in candidates if _adds_up(blocks, weight)]
+
+
+def _fitting_heads(weight: Weight) -> tuple[int, int, int]:
+    """`Weight.heads` of a weight with q, k and v in an unknown class. Without a number of key heads
+    it follows from the outputs: a default that does not fit would suggest wrong sizes.
+    """
     heads, kv_heads, head_dim = weight.heads()
-    candidates = [q_k_v(weight)]
-    if heads and heads == kv_heads:
-        candidates.append(per_head(weight))
-    elif heads and head_dim:
-        candidates.append(per_group(weight))
-    return [blocks for blocks in candidates if blocks and _adds_up(blocks, weight)]
+    if not weight.number(*KV_HEADS) and heads and head_dim:
+        rest = weight.outputs // head_dim - heads  # heads of k and of v
+        if weight.outputs % head_dim == 0 and rest > 0 and rest % 2 == 0:
+            kv_heads = rest // 2
+    return (heads, kv_heads, head_dim) if heads and heads % kv_heads == 0 else (0, 0, 0)
 
 
-def _looks_like_k_v(weight: Weight) -> list[Blocks]:
-    """The possible splits of a weight that is named after k and v, beside a q of half its size."""
+def _looks_like_k_v(weight: Weight) -> list[Blocks] | None:
+    """The possible splits of a weight that is named after k and v, beside a q; else None."""
     if not re.search(r"^(kv|kv_proj|to_kv|Wkv|wkv|c_attn|key_value)$", weight.layer):
-        return []
+        return None
     queries = ("q", "q_proj", "to_q", "Wq", "wq", "q_attn", "query")
-    layers = [getattr(weight.holder, name, None) for name in queries]
-    sizes = [layer.weight.shape[0] for layer in layers if is_linear(layer)]
-    if weight.outputs % 2 or weight.outputs // 2 not in sizes:
+    if not any(is_linear(getattr(weight.holder, name, None)) for name in queries):
+        return None
+    if weight.outputs % 2:
         return []
-    heads = weight.number(*HEADS)
+    heads = weight.number(*KV_HEADS) or weight.number(*HEADS)
     halves = Blocks((weight.outputs // 2,) * 2)
     if heads and weight.outputs % (2 * heads) == 0:
         return [halves, Blocks((weight.outputs // (2 * heads),) * 2, heads)]
     return [halves]
 
 
-def _looks_like_gate_and_up(weight: Weight) -> list[Blocks]:
+def _looks_like_gate_and_up(weight: Weight) -> list[Blocks] | None:
     """The possible splits of a weight that is named after gate and up, without a layer beside it
-    that takes half of its outputs.
+    that takes half of its outputs; else None.
     """
     named = re.search(r"^(gate_up_proj|gate_up|up_gate_proj|gate_and_up)$", weight.layer)
     if not named or weight.outputs % 2 or weight.outputs in weight.siblings():
-        return []
+        return None
     half = weight.outputs // 2
     return [Blocks((half, half)), Blocks((1, 1), half)]
 
 
-def _adds_up(blocks: Blocks, weight: Weight) -> bool:
-    """Whether the sizes of `blocks` make the outputs of a weight."""
-    return sum(blocks.sizes) * blocks.repeat == weight.outputs
+def _adds_up(blocks: Blocks | None, weight: Weight) -> bool:
+    """Whether the sizes of `blocks` make the outputs of a weight; False for None."""
+    return blocks is not None and sum(blocks.sizes) * blocks.repeat == weight.outputs
 
 
-SUSPECTS: tuple[Callable[[Weight], list[Blocks]], ...] = (
+SUSPECTS: tuple[Callable[[Weight], list[Blocks] | None], ...] = (
     _looks_like_q_k_v,
     _looks_like_k_v,
     _looks_like_gate_and_up,
