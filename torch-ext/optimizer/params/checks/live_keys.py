@@ -26,7 +26,7 @@ class LiveKeys:
 
     def __init__(self, check_keys: Callable[..., None], refused: Collection[str]) -> None:
         """Begin without groups; `add` takes each new group. `check_keys` and `refused`: the
-        function and CHANGED of validation.py, given because validation.py imports this module.
+        function and CHANGED of validation.py, given since validation.py imports from this folder.
         """
         self._check_keys = check_keys
         self._refused = refused
