@@ -106,7 +106,7 @@ PAIRS: dict[str, dict[int, Pair]] = {
     "polar_express_dion": {3: NANOCHAT_PAIR},
     "polar_express_modded_nanogpt": {3: NANOCHAT_PAIR},
     "cans": {
-        # 3.0e-4; 1 spoils values near 1
+        # 3.0e-4. No pair from step 1: it would spoil singular values near 1
         3: Pair(
             (0.169788468, -0.824110649),
             (0.551946851, 0.534807042, -0.807212223),
@@ -512,7 +512,7 @@ def _is_steady(triples: tuple[Triple, ...]) -> bool:
 
 
 def _has_late_steps(triples: tuple[Triple, ...]) -> bool:
-    """Whether these are more than five steps of `polar_express`: later ones may be cut longer."""
+    """Whether the triples are more than five steps of `polar_express`: late intervals are long."""
     count = len(triples)
     return count > MAX_STEPS_CUT_LONG and triples == _beginning("polar_express", count)
 

@@ -354,8 +354,8 @@ def _by_long_side(
 def _row_factors(memory: torch.Tensor, N: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return fp32 views (N, 2, n) for the lengths of rows and (N, n) for AOL's row scales.
 
-    `memory`: the buffer of X's successor, unused until the first X <- Q X, by when both have been
-    read. Matrices with rows of less than 12 bytes get new memory.
+    `memory`: the buffer of X's successor. The first X <- Q X overwrites the buffer, after the last
+    read of both views. Matrices with rows of less than 12 bytes get new memory.
     """
     memory = memory.view(torch.uint8)
     numbers = 3 * N * n

@@ -100,7 +100,7 @@ def polar_factor(
         signature = _run(
             (X, out), lambda: [(_as_stack(X), out.view(-1, *X.shape[-2:]))], options, single=True
         )
-        # Not while a tool forces tiles: `replay_known` would go on replaying those
+        # Not while a tool forces tiles: `replay_known` would replay the forced tiles later
         if given is not None and signature is not None and forced() is None:
             _remember(_call_key(X, given), signature)
     return out
@@ -110,7 +110,7 @@ def replay_known(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
     """Return the polar factor of X if a call with equal `given` and an equal layout of X has been
     replayed before, else None.
 
-    Skips the checks of options and tensor. An earlier call has passed them, and they take longer
+    Skips the checks of options and tensor: an earlier call has passed the checks, which take longer
     than a small matrix.
     """
     signature = _signatures.get(_call_key(X, given))
@@ -217,7 +217,7 @@ class BoundOrthogonalization:
 
 
 class CallSignature:
-    """Stands for all calls that are equal but for addresses. The object itself is the key of the
+    """Identity of all calls that are equal but for addresses. The object itself is the key of the
     recorded launches.
     """
 
@@ -239,7 +239,7 @@ def _run(
 ) -> CallSignature | None:
     """Orthogonalize each U into its out: replay the launches of a known call, or launch and record.
 
-    `pairs()` returns [(U, out)], views of `tensors`. It is called only to launch: a replay needs
+    `pairs()` returns [(U, out)], views of `tensors`; called only to launch, since a replay needs
     addresses only. `single`: one stack into a new tensor, from a user; calls with companion shapes
     may follow. Return the signature if the call was replayed, else None.
     """

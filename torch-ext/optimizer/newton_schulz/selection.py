@@ -1,12 +1,12 @@
 """Selection of rows or columns: only a fraction of a matrix is orthogonalized (Dion2).
 
 `Selection` says how many rows or columns of a shape, from shapes alone: all sizes are static.
-`choose` finds which, on the device and without a host sync. The choice depends on the elements of
-a matrix only: sums have a fixed order (`absolute_sums`), ties go to the lower index.
+`choose` finds the indices, on the device and without a host sync. The choice depends on the
+elements of a matrix only: sums have a fixed order (`absolute_sums`), ties go to the lower index.
 
 [Note: unselected elements] Where a whole matrix O is written, unselected elements are -0.0, and
-zeros of selected elements are +0.0. So an element says by itself whether it was selected, on every
-shard, and a weight update with -0.0 changes nothing but weight decay.
+zeros of selected elements are +0.0. So every shard tells from an element alone whether the element
+was selected, and a weight update with -0.0 only decays the weight.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ Function = TypeVar("Function", bound=Callable)
 def _meant(
     argument: str, parameters: Mapping[str, inspect.Parameter], options: Iterable[str]
 ) -> str:
-    """What to do about an argument that is not in `parameters` of `Muon`, for a message.
-    `options`: of the rule that was given with it.
+    """Advice, for a message, on an argument that is not in `parameters` of `Muon`.
+    `options`: of the rule that was given with the argument.
     """
     if argument == "split":
         return (
@@ -94,7 +94,7 @@ class MuonConfig:
     ns_dtype: torch.dtype | None = None  # matrix products; None: fp16, on CPUs fp32
     workspace_bytes: int | None = None  # limit on one rank; None: see `workspace_limit_bytes`
     capturable: bool = False  # True: the whole step is one CUDA graph
-    # True: state per element lies in host memory; an int: but for so many bytes
+    # True: state per element lies in host memory; an int: except this number of bytes
     offload_state: bool | int = False
     nonfinite: str = "propagate"  # one of NONFINITE
     # True: gradients are sent to owners during backward, inside `Muon.last_backward`

@@ -47,8 +47,8 @@ def raw_locals(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | No
     tensors = list(tensors)
     module = sys.modules.get("torch.distributed.tensor")
     types = set(map(type, tensors))
-    # The first two cases, which are the usual ones, run in C: a steady step executes no Python per
-    # parameter (tests/test_steady.py).
+    # The first two cases, the usual ones, run in C: a steady step executes no Python per parameter
+    # (tests/test_steady.py).
     if module is None or types <= PLAIN:
         return tensors
     if types <= {module.DTensor, *PLAIN}:
@@ -160,7 +160,7 @@ def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def on_mesh_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor with its shard on a device of its mesh, for collectives; all others unchanged."""
+    """A DTensor with its shard on a device of its mesh, for collectives; else unchanged."""
     if not is_dtensor(tensor) or tensor.device.type == tensor.device_mesh.device_type:
         return tensor
     return tensor.to(tensor.device_mesh.device_type)

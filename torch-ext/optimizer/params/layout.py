@@ -140,7 +140,7 @@ class Layout:
         return found
 
     def unit_sizes(self, rank: int) -> dict[int, int]:
-        """unit -> elements stored by `rank`, without units of which it stores none."""
+        """unit -> elements stored by `rank`, without units of 0 elements."""
         self.unit_boxes(rank, 0)
         return {unit: self.unit_numel(rank, unit) for unit in self._unit_boxes[rank]}
 
@@ -262,7 +262,7 @@ def zeros_with_placements(
 ) -> DTensor:
     """Zeros with shape, mesh and device of `param`, but with `placements`; nothing is sent.
 
-    Replace a missing gradient if the gradients of `param` have mismatched placements.
+    The zeros replace a missing gradient if gradients of `param` have mismatched placements.
     """
     mesh = param.device_mesh
     box = box_at(mesh.get_coordinate(), tuple(param.shape), placements, tuple(mesh.shape))

@@ -33,7 +33,7 @@ def has_process_group(params: object) -> bool:
 
 
 def refuse_late_key(group: dict) -> None:
-    """Raise ValueError for a group that has got the key after it was added to an optimizer."""
+    """Raise ValueError for a group that got "process_group" after an optimizer took the group."""
     if KEY in group:
         raise ValueError(
             "the key process_group was set after the group was added to the optimizer: build a new "

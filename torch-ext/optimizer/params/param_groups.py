@@ -226,7 +226,7 @@ def _find_splits(
             refused[row.name] = error
             continue
         if row.use_muon and found is None:
-            # The optimizer reads attributes itself, so the group stays as it is
+            # The optimizer reads attributes itself, so the group stays unchanged
             found, row = split_of_attributes(param), replace(row, is_keyed=False)
         if found not in (None, Found()):
             row = _with_split(row, found, param)

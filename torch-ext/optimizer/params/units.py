@@ -208,7 +208,9 @@ WHOLE = Split()
 def _blocks(
     what: str, size: int, sizes: Sequence[int], heads: int, repeat: int
 ) -> tuple[Block, ...]:
-    """The blocks of a dim of `size` indices; `what`: "rows" or "columns", for messages."""
+    """The blocks of a dim of `size` indices; `what`: "rows" or "columns", for messages. Raises
+    ValueError if `heads` do not divide `size`, or `sizes` do not add up to it.
+    """
     if heads:
         if size % heads:
             raise ValueError(
@@ -269,7 +271,9 @@ def parse(form: object, transposed: bool = False) -> Split:
 
 
 def _sizes(form: Mapping, key: str) -> tuple[int, ...]:
-    """The sizes of `form[key]`, () without the key."""
+    """The sizes of `form[key]`, () without the key. Raises TypeError unless the value is iterable
+    and no text, ValueError unless it holds positive integers.
+    """
     if key not in form:
         return ()
     sizes = form[key]
@@ -282,7 +286,7 @@ def _sizes(form: Mapping, key: str) -> tuple[int, ...]:
 
 
 def _count(form: Mapping, key: str) -> int:
-    """`form[key]`, a positive integer; 0 without the key."""
+    """`form[key]`; 0 without the key. Raises ValueError unless a positive integer."""
     if key not in form:
         return 0
     if type(form[key]) is not int or form[key] < 1:
@@ -328,7 +332,9 @@ def splits_by_id(groups: Iterable[Mapping]) -> dict[int, Split]:
 
 
 def _for_each(group: Mapping, key: str, count: int) -> list:
-    """`group[key]` for each parameter: a list holds a value for each, all else is for all."""
+    """`group[key]` for each parameter: a list has a value for each, any other value is repeated.
+    Raises ValueError for a list of another length.
+    """
     value = group.get(key)
     if not isinstance(value, (list, tuple)):
         return [value] * count

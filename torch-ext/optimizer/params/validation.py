@@ -137,7 +137,7 @@ class Members:
 
 
 def readable(params: object) -> object:
-    """`params` as given to an optimizer, an iterator as a list, since it can be read only once.
+    """`params` as given to an optimizer, but a list for an iterator, which is readable only once.
 
     Raises TypeError for a model.
     """
@@ -320,7 +320,7 @@ def _check_with_first(
     options: MuonConfig,
     first: tuple[dict, torch.Tensor],
 ) -> None:
-    """`check_across_params` for `param`, parameter `number` of `group`."""
+    """Raise as `check_across_params`, for `param`, parameter `number` of `group`."""
     name = name_of(group, number)
     if is_dtensor(param) and options.shard_state:
         raise ValueError(
@@ -364,7 +364,7 @@ def _values_of(key: str, groups: Sequence[dict]) -> Iterable[object]:
 
 def _are_usual(groups: Sequence[dict]) -> bool:
     """Whether scheduled values and radii are allowed floats, values of COUNTS allowed ints, and
-    nesterov bools. Computed in C, since there may be a group for each parameter. False without any.
+    nesterov bools. Computed in C: there may be a group for each parameter. False without groups.
     """
     for key, (most, _) in COUNTS.items():
         values = list(_values_of(key, groups))
@@ -688,7 +688,7 @@ def _wrong_with(param: torch.Tensor, local: torch.Tensor, own: torch.Tensor) -> 
             "gradient that is a lazily negated view (is_neg), whose memory has the opposite sign: "
             "replace it by p.grad.resolve_neg()"
         )
-    # Shards of a mismatched gradient have other shapes: it is redistributed later
+    # Shards of a mismatched gradient have other shapes: the gradient is redistributed later
     if param.grad.shape != param.shape or local.shape != own.shape and not is_mismatched(param):
         return (
             f"gradient of shape {tuple(local.shape)} on this rank, but the parameter has shape "

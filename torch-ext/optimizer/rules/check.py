@@ -1,5 +1,6 @@
-"""Checks of a class of rules, when an optimizer is given it: declarations, a trial of each phase on
-small tensors on the CPU, and one on tensors without values, which finds where the host would wait.
+"""Checks of a class of rules at the construction of an optimizer with the class: declarations, a
+trial of each phase on small CPU tensors, and a trial on tensors without values. The second trial
+finds operations with which the host would wait for a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ PACKAGE = __name__.rsplit(".", 2)[0]
 
 def take_options(rule: object, arguments: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of a rule, a name or a class of rules, from the arguments of an optimizer,
-    and return them. Another `rule` has none: `adopt` refuses it.
+    and return them. {} for any other value of `rule`, which `adopt` refuses.
     """
     keys = [key for key in options_of(rule) if key in arguments]
     return {key: arguments.pop(key) for key in keys}
@@ -57,11 +58,12 @@ def adopt(
 ) -> None:
     """Replace `rule` of a new Muon group, a name or a class of rules, by its name, and add the
     rule's options with their defaults; in place. `default`: of the optimizer; with None a group
-    without the key stays without it. `options`: defaults of the optimizer for groups with the rule
+    without the key gets none. `options`: defaults of the optimizer for groups with the rule
     `default`.
 
-    `taken`: keys that groups have without a rule. Raises TypeError or ValueError for anything else
-    and for a wrong class. A class that an optimizer of this process has had is known by its name.
+    `taken`: keys that groups have without a rule. Raises TypeError or ValueError for any other
+    value, and as `check_rule` for a class. The name of a class is allowed after an optimizer of
+    this process was given the class.
     """
     given = group.pop("rule", None) or default
     if given is None:
@@ -147,7 +149,7 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
 
 
 def _hint(error: Exception, rule: type[Rule]) -> str:
-    """What an error in a phase most likely means, the end of a message; "" if nothing is known."""
+    """Return the likely cause of an error in a phase, the end of a message; "" if unknown."""
     if isinstance(error, AttributeError) and isinstance(error.obj, Units):
         return f". Options are read as units.numbers.{error.name}"
     if isinstance(error, KeyError):
@@ -242,7 +244,7 @@ class _NoCollectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping | None = None
     ) -> Any:
-        """Run an operation that is no collective."""
+        """Run an operation. Raises ValueError for a collective."""
         if "c10d" in func.namespace:
             raise _WrongRule(_collective_text(self.name, f"the collective {func}"))
         return func(*args, **(kwargs or {}))
@@ -278,7 +280,7 @@ def _is_without_values(value: object) -> bool:
 
 
 def _wait_in(func: Any, args: tuple, kwargs: Mapping) -> str:
-    """What in an operation of torch makes the host wait, a key of WAYS_OUT; "" for nothing."""
+    """Return why the host waits in an operation of torch, a key of WAYS_OUT; "" for no wait."""
     name, tensors = func.name().partition(".")[0], [a for a in args if isinstance(a, torch.Tensor)]
     if name in ("aten::_to_copy", "aten::copy_"):
         source = tensors[-1]
@@ -313,14 +315,14 @@ def _has_mask(index: Sequence) -> bool:
 
 class _Waits:
     """Finds operations with which the host would wait for a GPU. Tensors of the GPU are on the meta
-    device. `found`: what the first one does, a key of WAYS_OUT, and where the rule calls it.
+    device. `found`: (key of WAYS_OUT, line of the rule) of the first wait; None: no wait.
     """
 
     def __init__(self) -> None:
         self.found: tuple[str, str] | None = None
 
     def record(self, wait: str) -> None:
-        """Record a wait, a key of WAYS_OUT or "" for none, and end the phase by ValueError."""
+        """Record a wait, a key of WAYS_OUT, and raise ValueError to end the phase; "": no wait."""
         if not wait:
             return
         frame = sys._getframe(1)
@@ -354,7 +356,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Records waits of functions whose operations on the meta device do not show them."""
+    """Records waits of torch functions that no operation on the meta device shows."""
 
     def __init__(self, waits: _Waits) -> None:
         super().__init__()
@@ -442,9 +444,9 @@ class _Trial:
         named: Mapping[str, torch.Tensor],
         sent: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Call `update` or `write` with tensors, and `write` with `sent` and a scale. Check that it
-        changes none of them, the shapes of results, and that parts of the tensors give the results
-        of the whole.
+        """Call `update` or `write` with tensors, and `write` with `sent` and a scale. Raises
+        ValueError if the method changes an argument, if a result has another shape, or if parts of
+        the tensors give other results than the whole.
         """
         sent, tensors = sent or {}, list(named.values())
 
@@ -499,7 +501,10 @@ class _Trial:
             )
 
     def _units(self) -> Units:
-        """Call `before` and `after` on a stack, and with `batched` on each matrix alone."""
+        """Call `before` and `after` on a stack, and with `batched` on each matrix alone. Raises
+        ValueError if results have another shape, or other bits in a stack than alone, if a number
+        to send is not filled, or if a tensor of state or to send is replaced.
+        """
         U, O, W = (self._random(SHAPE) for _ in range(3))
         together = self._make(W)
         parts = [self._make(W[i : i + 1]) for i in range(SHAPE[0])]

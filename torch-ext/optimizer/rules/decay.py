@@ -6,7 +6,7 @@ weight_decay of the group:
 | decay         | W becomes                                     | source                        |
 |---------------|-----------------------------------------------|-------------------------------|
 | `decoupled`   | (1 - lr weight_decay) W - lr scale O          | arXiv 1711.05101              |
-| `cautious`    | the same where O W >= 0, else W - lr scale O  | arXiv 2510.12402              |
+| `cautious`    | as above where O W >= 0, else W - lr scale O  | arXiv 2510.12402              |
 | `independent` | (1 - weight_decay) W - lr scale O             | Emerging-Optimizers           |
 | `lr_squared`  | (1 - lr^2 weight_decay) W - lr scale O        | "palm" of Emerging-Optimizers |
 | `initial`     | W - lr weight_decay (W - W0) - lr scale O     | L2-SP, arXiv 1802.01483       |
@@ -23,7 +23,7 @@ from typing import Any
 
 from ..kernels.elementwise.weight_update import ALL, CAUTIOUS, TO_INITIAL
 
-# decay -> which elements decay, and towards what
+# decay -> which elements decay, and towards which value
 DECAYS = {
     "decoupled": ALL,
     "cautious": CAUTIOUS,

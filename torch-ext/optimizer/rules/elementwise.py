@@ -68,13 +68,13 @@ class Elementwise:
 
     @classmethod
     def check(cls, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for a wrong value of an option in a group: here for a wrong radius."""
+        """Raise ValueError for a wrong option of a group; by default for a wrong radius."""
         if cls.has_radius:
             check_radius(group)
 
     def constants(self, group: Mapping[str, Any]) -> tuple:
-        """Return numbers of a group that `step` takes from the host, besides lr and decay: here
-        those of the keys `reads`, as floats.
+        """Return numbers of a group that `step` takes from the host, besides lr and decay; by
+        default the values of the keys `reads`, as floats.
         """
         numbers = []
         for key in self.reads:
@@ -90,7 +90,7 @@ class Elementwise:
 
     def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
         """Step W and state in place; return tensors with the signs of the update, read for
-        decay="cautious". G stays unchanged.
+        decay="cautious". G stays unchanged. Raises NotImplementedError unless overridden.
         """
         raise NotImplementedError
 

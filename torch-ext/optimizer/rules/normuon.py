@@ -27,7 +27,7 @@ EPS = 1e-8
 
 @register
 class MuonRule(Rule):
-    """Muon's rule: the phases of `Rule`, which overrides nothing."""
+    """Muon's rule: the phases of `Rule`, none overridden."""
 
     name = "muon"
     fused = True

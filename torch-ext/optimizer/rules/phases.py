@@ -5,9 +5,9 @@ Pieces of rules without fused kernels are computed one at a time. Elementwise fu
 element equal bits in any piece, so a matrix may be cut in any way; on CPUs in whole vectors only
 (`in_whole_vectors`).
 
-Of rules with a selection (newton_schulz/selection.py) only some rows or columns are orthogonalized.
-`SelectedStack` selects them from whole matrices, at the owner. `SelectedPieces`, `PackSelected` and
-`WeightUpdateSelected` select them from stored pieces, where every rank can.
+Rules with a selection (newton_schulz/selection.py) orthogonalize only some rows or columns.
+`SelectedStack` selects from whole matrices, at the owner. `SelectedPieces`, `PackSelected` and
+`WeightUpdateSelected` select from stored pieces, in layouts where every rank can.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class Phases:
     def _weight_update(
         self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **forms: Any
     ) -> WeightUpdate | WeightUpdateByRule:
-        """Bind phase 3 without 8-bit momenta; arguments of `weight_update`."""
+        """Bind phase 3 without 8-bit momenta; arguments of `weight_update`. Raises ValueError for a
+        form of decay, momentum or rounding if the rule writes weights by formulas of its own.
+        """
         rule = self.rule
         # Validation has refused these forms, but a group may have changed in between
         rounding = forms.get("rounding")
@@ -178,7 +180,8 @@ class Phases:
     def bind(
         self, wide: Mapping[str, torch.Tensor], scale: float, groups: torch.Tensor | None
     ) -> Units:
-        """Return what `before` and `after` read beside a stack (N, R, C), bound once: views.
+        """Return the `Units` that `before` and `after` read beside a stack (N, R, C): views, bound
+        once.
 
         `wide`: tensors in fp32 by kind, see `execution.workspace.Stacks`. `groups`: first element
         in the numbers of each matrix's group, (N,) int64 on the device; None: group 0.
@@ -250,8 +253,8 @@ def in_whole_vectors(
     On CPUs torch computes the elements after the last whole vectors by other code. Some functions,
     such as sigmoid, softplus and powers, then give other bits. So that the bits of an element do
     not depend on the piece, the call gets parts of the tensors with zeros up to whole vectors.
-    `sent`: numbers (r, 1), (1, c) or (1, 1) by name, and `sends` what each belongs to: "row",
-    "column" or "matrix". On other devices the call gets the tensors themselves.
+    `sent`: name -> numbers (r, 1), (1, c) or (1, 1). `sends`: name -> "row", "column" or "matrix".
+    On other devices the call gets the tensors themselves.
     """
     sent, (rows, cols) = sent or {}, tensors[0].shape
     if tensors[0].device.type != "cpu" or not tensors[0].numel():
@@ -413,7 +416,7 @@ class WeightUpdateByRule:
 
 
 class SelectedStack:
-    """A stack of whole matrices at their owner, and the part of it that Newton-Schulz takes."""
+    """A stack of whole matrices at their owner, and the selected part, for Newton-Schulz."""
 
     def __init__(self, whole: torch.Tensor, part: torch.Tensor, selection: Selection) -> None:
         """`whole`: (N, R, C). `part`: (N, k, C) if rows are selected, (N, R, k) if columns are."""
@@ -445,9 +448,10 @@ class SelectedStack:
 
 @dataclass(frozen=True)
 class SelectedPieces:
-    """Pieces of equal shape as a rank stores them, from which the rank selects alike.
+    """Pieces of equal shape stored by a rank, from each of which equally many rows or columns are
+    selected.
 
-    `whole` and `part` are memory of a single phase: all of U or of O, and what is selected of it.
+    `whole` and `part` are memory of a single phase: all of U or O, and the selected part.
     """
 
     axis: int  # 0: rows are selected, 1: columns
@@ -464,8 +468,8 @@ class SelectedPieces:
         return chosen
 
     def spread(self, parts: Sequence[torch.Tensor], index: torch.Tensor) -> None:
-        """Write O to `whole` from what is selected of each piece. `index`: memory for the selection
-        of all pieces, (n, k) int64.
+        """Write O to `whole` from the selected part of each piece. `index`: memory for the
+        selection of all pieces, (n, k) int64.
         """
         torch._foreach_copy_(self.part.unbind(), parts)
         torch.stack(self.chosen, out=index)
@@ -473,7 +477,7 @@ class SelectedPieces:
 
 
 class PackSelected:
-    """`Pack` into whole pieces, and copies of what is selected from them."""
+    """`Pack` into whole pieces, then copies of the selected part of each piece."""
 
     def __init__(
         self,
@@ -507,7 +511,7 @@ class PackSelected:
         nesterov: bool,
         update_momentum: bool = False,
     ) -> None:
-        """Write U, and state, of what is selected; arguments as for `Pack`. M is not written."""
+        """Write the selected parts of U and of state; arguments as for `Pack`. M stays."""
         self.pack(tensors, addresses, weight, False, False)
         chosen = [pieces.select() for pieces in self.pieces]
         pieces_and_state = zip(self.pieces, chosen, self.to, self.state, self.rows)
@@ -536,7 +540,7 @@ class WeightUpdateSelected:
         pack: PackSelected | None = None,
     ) -> None:
         """`update`: reads O from `SelectedPieces.whole`. `parts`: of O, for each of `pieces`.
-        `pack`: selects first, for pieces of which nothing was packed in the step.
+        `pack`: called first, to select from pieces of which nothing was packed in the step.
         """
         self.update = update
         self.pieces = list(pieces)

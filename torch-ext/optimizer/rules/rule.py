@@ -105,7 +105,7 @@ class State:
 class Numbers:
     """The numbers of a parameter group: attributes `lr`, `weight_decay`, `decay` (1 - lr
     weight_decay), `momentum` and `one_minus_momentum` are fp32 tensors on the device, as are
-    `beta2` and `one_minus_beta2` with the option beta2; `nesterov` and each other one of
+    `beta2` and `one_minus_beta2` with the option beta2; `nesterov` and every other option of
     `Rule.options` are values of the live group.
 
     The tensors are 0-D, or (N, 1, 1) for N matrices of several groups. A captured CUDA graph reads
@@ -189,7 +189,7 @@ class Rule:
     write_factors: ClassVar[tuple[str, ...]] = ()
     # Whether a fused rule also takes stacks of scattered rows, see [Note: direct matrices]
     takes_scattered_rows: ClassVar[bool] = False
-    # Of `options`: those that plans depend on, see `selection` and `sends_signs`
+    # The keys of `options` that plans depend on, see `selection` and `sends_signs`
     planned: ClassVar[tuple[str, ...]] = ()
     # Of built-in rules: whether the key `nesterov` is read; whether lr is multiplied by the option
     # `radius`; `adjust_lr_fn` in place of the group's
@@ -260,8 +260,8 @@ def sends_signs(group: Mapping[str, Any]) -> bool:
 
 def weight_dtype(rule: Rule, wire_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of weights that a rule reads at the owner. Kernels of fused rules take norms
-    of weights, for which bf16 is enough: rounding to nearest leaves a sum of squares as it was, up
-    to a part of 1e-6. fp16 has too narrow a range.
+    of weights, for which bf16 is enough: rounding to nearest changes a sum of squares by a part of
+    1e-6 at most. fp16 has too narrow a range.
     """
     return torch.bfloat16 if rule.fused and wire_dtype == torch.bfloat16 else torch.float32
 
@@ -327,8 +327,8 @@ def rule_name(rule: type[Rule]) -> str:
 
 
 def options_of(rule: object) -> Mapping[str, Any]:
-    """Options of the value of an argument `rule`, a name or a class of rules, with their defaults;
-    of any other value none.
+    """Return {option: default} of an argument `rule`, a name or a class of rules; {} for any other
+    value.
     """
     known = RULES.get(rule) if isinstance(rule, str) else rule
     return getattr(known, "options", {})
@@ -417,7 +417,7 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
 
 
 def host_options(rule: Rule) -> list[str]:
-    """Return the options that launches take from the host: the device has the others."""
+    """Return the options that launches take from the host: all that `device_scalars` lack."""
     on_device = ("beta2", "radius") if rule.has_radius else ("beta2",)
     return [key for key in rule.options if key not in on_device]
 
@@ -467,7 +467,7 @@ def row_sharded_keys() -> tuple[str, ...]:
 
 
 def all_state_keys() -> tuple[str, ...]:
-    """Return all keys of this package in the state of a parameter. Users may keep others there."""
+    """Return all keys of this package in the state of a parameter. Users may add keys there."""
     return (*row_sharded_keys(), "step")
 
 
@@ -597,9 +597,9 @@ def keys_of(group: Mapping[str, Any], param: torch.Tensor, dtype: torch.dtype) -
 
 
 def group_state_dtype(group: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of momentum and averages of a group. `dtype`: the option `state_dtype`, of
-    which 8 bits hold for the momentum of matrices only. In a group whose averages are in 8 bits,
-    fp32, for parameters that keep wide ones.
+    """Return the dtype of momentum and averages of a group. `dtype`: the option `state_dtype`;
+    8 bits apply to the momentum of matrices only. fp32 for a group whose averages are in 8 bits:
+    some of its parameters keep wide averages.
     """
     if group["use_muon"]:
         return dtype

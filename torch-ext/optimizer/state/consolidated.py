@@ -61,8 +61,8 @@ class Consolidated:
         }
 
     def mark(self, state_dict: dict) -> dict:
-        """Return `state_dict`, on a rank without the gathered state with a key for which
-        `load_state_dict` refuses it.
+        """Return `state_dict`; on a rank without the gathered state with a further key, for which
+        `load_state_dict` refuses the state dict.
         """
         return state_dict if self.elsewhere is None else {**state_dict, ELSEWHERE: self.elsewhere}
 

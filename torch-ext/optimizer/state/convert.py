@@ -131,11 +131,11 @@ def convert_state_dict(
 
 
 def _check_form(state_dict: object) -> None:
-    """Raise unless `state_dict` is a state dict: NotImplementedError for a known checkpoint with
-    more in it, else ValueError.
+    """Raise ValueError unless `state_dict` is a state dict; NotImplementedError for a known
+    checkpoint that contains a state dict.
     """
     keys = set(state_dict) if isinstance(state_dict, dict) else set()
-    # A known checkpoint gets advice; anything else the general message below
+    # A known checkpoint gets advice; any other value the general message below
     for whole, (source, advice) in WHOLES.items():
         if whole <= keys:
             raise NotImplementedError(
@@ -155,8 +155,8 @@ def _check_form(state_dict: object) -> None:
 
 
 def _source(state_dict: dict, source: str | None) -> str:
-    """Return the name of the source: the given name if consistent with the keys, else the only
-    package that writes such keys.
+    """Return the name of the source: the given name, else the only package that writes such keys.
+    Raises ValueError for a name that is unknown or contradicts the keys, and for unclear keys.
     """
     if source is not None and source not in SOURCES:
         raise ValueError(
@@ -195,7 +195,7 @@ def _titles(names: list[str]) -> str:
 
 
 def _arguments(source: str, given: dict) -> dict:
-    """Return the constructor arguments of the source: the given values, else its defaults."""
+    """Return the source's arguments: given, else default. Raises ValueError for unknown ones."""
     taken = PEERS[source].arguments if source in PEERS else {}
     if unknown := sorted(set(given) - set(taken)):
         raise ValueError(
@@ -209,7 +209,7 @@ def _converted(
     where: str, group: dict, states: dict, source: str, arguments: dict
 ) -> tuple[Options, OfState]:
     """Return (options of a group under this package's names, function that converts a state).
-    Raises for unknown keys.
+    Raises ValueError for missing and for unknown keys, else as the converter (CONVERTERS).
     """
     own = [states[param] for param in group["params"] if states.get(param)]
     _check_tensors(where, own, source)
@@ -230,7 +230,9 @@ def _converted(
 
 
 def _parts(where: str, group: dict, states: dict, source: str) -> list[dict]:
-    """Return the group in parts of a single kind. Only timm chooses Muon or AdamW by parameter."""
+    """Return the group in parts of a single kind: timm chooses Muon or AdamW by parameter. Raises
+    ValueError for a parameter of unknown kind.
+    """
     if source != "timm" or not group["params"]:
         return [group]
     # Depending on timm's version the group says `use_fallback` or `use_muon`; state overrides both
@@ -285,7 +287,7 @@ def _motif(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[O
 
 
 def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
-    """Convert a group of Dion's Muon, NorMuon or AdamW."""
+    """Convert Dion's Muon, NorMuon or AdamW. Raises NotImplementedError for other rules."""
     rule = group["algorithm"]
     if rule not in DION_RULES:
         raise NotImplementedError(
@@ -336,8 +338,8 @@ def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
 def _emerging(
     where: str, group: dict, own: list[dict], arguments: dict, source: str = "emerging_optimizers"
 ) -> tuple[Options, OfState]:
-    """Convert a group of Emerging-Optimizers' Muon, or with different arguments of
-    Megatron-LM's.
+    """Convert a group of Emerging-Optimizers' Muon, or, with other `arguments`, of Megatron-LM's.
+    Raises ValueError for a wrong argument, NotImplementedError for AdaptiveMuon.
     """
     if any("moment2_buffer" in state for state in own):
         raise NotImplementedError(
@@ -375,7 +377,7 @@ def _emerging(
 
 
 def _megatron(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
-    """Convert a group of Megatron-LM's Muon."""
+    """Convert a group of Megatron-LM's Muon. Raises ValueError for a group without momentum."""
     if "momentum" not in group:
         raise ValueError(
             f"{where} of this state dict of Megatron-LM has no momentum: it is not its Muon's. "
@@ -419,7 +421,7 @@ def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
 
 def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
     """Convert a group of nanochat: AdamW of MuonAdamW, the first version of Muon, or the second
-    version (with beta2) without variance.
+    version (with beta2) without variance. Raises NotImplementedError for Muon of MuonAdamW.
     """
     if group.get("kind", "muon") == "adamw":
         return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
@@ -431,7 +433,7 @@ def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tupl
         )
     if "beta2" in group:
         _check_options(where, "nanochat", group, NANOCHATS)
-        # That version ignores further steps, and divides the norm by 1.02, as the set below does
+        # The second version takes 5 steps at most, and divides the norm by 1.02, as this set does
         steps = min(group["ns_steps"], 5)
         coefficients = _coefficients(SETS["polar_express_dion"], steps)
     else:
@@ -448,7 +450,7 @@ def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tupl
 
 
 def _modded(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
-    """Refuse a group of modded-nanogpt's NorMuon."""
+    """Raise NotImplementedError: modded-nanogpt's NorMuon has no counterpart."""
     raise NotImplementedError(
         f"{where} is of {PEERS['modded_nanogpt'].title}, which divides by the variance of rows or "
         "columns, decays cautiously and keeps the momenta of a group in the group: it has no "
@@ -459,7 +461,7 @@ def _modded(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[
 def _deepspeed(
     where: str, group: dict, own: list[dict], arguments: dict
 ) -> tuple[Options, OfState]:
-    """Convert a group of DeepSpeed's Muon."""
+    """Convert a group of DeepSpeed's Muon. Raises NotImplementedError for state of ZeRO."""
     if not group.get("use_muon", True):
         _check_options(where, "deepspeed", {**arguments, **group}, DEEPSPEEDS)
         return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
@@ -475,7 +477,7 @@ def _deepspeed(
 
 
 def _muonium(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
-    """Convert a group of muonium's Muon, NorMuon or AdamW."""
+    """Convert muonium's Muon, NorMuon or AdamW. Raises NotImplementedError for other rules."""
     rule = group["algorithm"]
     wd = float(group["wd"])
     lr = float(group["lr"])
@@ -529,6 +531,7 @@ def _decay_ratio(where: str, group: dict, own: list[dict]) -> float:
 
 # Source -> converter of a group. Arguments: name of the group in messages, group, states of its
 # parameters, constructor arguments. Result: options, and the function that converts a state.
+# Raises NotImplementedError for a group or an option without counterpart.
 CONVERTERS: dict[str, Callable] = {
     "keller_jordan": _jordan,
     "motif": _motif,
@@ -560,9 +563,7 @@ def _refuse(
 def _check_options(
     where: str, source: str, group: dict, allowed: dict[str, tuple], kind: str = "option"
 ) -> None:
-    """Raise NotImplementedError for an option with a value not in `allowed`; a missing option
-    passes.
-    """
+    """Raise NotImplementedError for a present option with a value not in `allowed`."""
     for key, values in allowed.items():
         if group.get(key, values[0]) not in values:
             _refuse(where, source, key, group[key], values[0], kind)
@@ -602,9 +603,7 @@ def _dims(own: list[dict]) -> list[int]:
 
 
 def _check_dims(where: str, own: list[dict], flattened: Container[int], how: str = "") -> None:
-    """Raise NotImplementedError for momenta with a number of dims that the source flattens into
-    matrices.
-    """
+    """Raise NotImplementedError for momenta with dims that the source flattens into matrices."""
     for dims in _dims(own):
         if dims in flattened:
             raise NotImplementedError(

@@ -1,9 +1,9 @@
 """Creation of state, and migration of state to a parameter's new mesh, placements or object.
 
 `complete_state` creates missing state without communication, before a plan exists. `prepare_state`
-does so for the plans of a step, after moving existing state; collective if DTensors or owner state
-move, so ranks with common parameters call the function together, before a step. `adopt_state`
-follows replaced parameters.
+moves existing state for the plans of a step, then creates missing state. The move of DTensors or
+owner state is collective, so ranks with common parameters call `prepare_state` together, before a
+step. `adopt_state` follows replaced parameters.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def _rows_at_rank(param: torch.Tensor, options: MuonConfig) -> int:
 
 def creates_state_only(groups: list[dict], state: dict) -> bool:
     """Return whether a step may be meant to create state only: no state exists, and every lr is 0.
-    torch.distributed.checkpoint takes a step of the kind with zero gradients. The first step of a
-    warm-up has lr 0 too, but counts.
+    torch.distributed.checkpoint takes such a step, with zero gradients. The first step of a warm-up
+    has lr 0 too, but counts.
     """
     if state:
         return False
@@ -320,7 +320,7 @@ def create_state(
         if key in keys and key not in state:
             state.pop(other, None)
             state.pop(SCALE_KEY, None)  # a scale that is not finite makes NaN of zeros
-    # Numbers mean nothing without their scales
+    # Momentum in 8 bits without its scales means nothing
     momentum = next((k for k in ("momentum_buffer", SUM_KEY) if k in keys), None)
     needs_scales = SCALE_KEY in keys and SCALE_KEY not in state
     if needs_scales and is_quantized(getattr(state.get(momentum), "dtype", None)):
@@ -360,7 +360,7 @@ def _zeros_of_shape(
     """Return zeros of a global shape, placed like the parameter."""
     if not is_dtensor(param):
         return torch.zeros(shape, dtype=dtype, device=param.device)
-    # Not zeros_of: of a parameter sharded by columns a single rank stores state per row
+    # Not zeros_of: if a parameter is sharded by columns, a single rank stores its state per row
     box = layout_of(param, shape=shape).boxes[this_rank()]
     local = torch.zeros([b - a for a, b in box], dtype=dtype, device=param.device)
     return as_dtensor(local, shape, param.device_mesh, param.placements)

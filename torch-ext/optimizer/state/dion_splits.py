@@ -39,13 +39,15 @@ def split_of(where: str, group: dict) -> dict | None:
 def with_unscaled_rows(
     where: str, sizes: Sequence[int], adjust_lr: str, of_state: OfState
 ) -> OfState:
-    """Return `of_state`, and the row state of NorMuon divided by the squared scales of its blocks:
-    Dion scales the update of a block by the learning rate of the block over that of the whole
-    matrix before it takes the mean squares, this package after it.
+    """Return `of_state`, followed by a division of NorMuon's row state by the squared scales of its
+    blocks. A scale is the learning rate of a block over the rate of the whole matrix. Dion scales
+    updates before the mean squares are taken, this package afterwards.
     """
 
     def converted(state: dict) -> dict:
-        """Convert a state of a matrix that is stepped in blocks of rows."""
+        """Convert a state of a matrix that is stepped in blocks of rows. Raises ValueError if the
+        sizes of the blocks do not add up to its rows.
+        """
         found = of_state(state)
         R, C = found["momentum_buffer"].shape
         if sum(sizes) != R:

@@ -1,7 +1,7 @@
 """Facts about the Muons of other packages: keys of their state dicts, arguments and coefficients.
 
 `PEERS`: the packages. `candidates`: which packages may have written a state dict. `check_source`
-refuses groups of others at loading. Conversion is in convert.py, loading in state_dict.py.
+refuses groups of other packages at loading. Conversion is in convert.py, loading in state_dict.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EMERGING = {
 }
 
 PEERS: dict[str, Peer] = {
-    # KellerJordan/Muon 857d1ad: Muon, SingleDeviceMuon; with `use_muon` those with AuxAdam
+    # KellerJordan/Muon 857d1ad: Muon, SingleDeviceMuon; with `use_muon` the classes with AuxAdam
     "keller_jordan": Peer(
         "Keller Jordan's Muon", _keys("momentum use_muon betas eps"), steps_all=True
     ),
@@ -291,7 +291,8 @@ def check_source(number: int, group: dict, saved: dict) -> None:
             "momentum_buffer is momentum_sum here if dampening is 0: rename the key and remove "
             "dampening from the group, or begin the momentum anew"
         )
-    # Adam and AdamW write amsgrad, too. Their averages are equal, but the next step is not
+    # Adam and AdamW write amsgrad, too: the group is NAdam's or RAdam's, with averages as AdamW's,
+    # but another step
     if "decoupled_weight_decay" in saved and "amsgrad" not in saved:
         name = "NAdam" if "momentum_decay" in saved else "RAdam"
         raise ValueError(
@@ -299,7 +300,7 @@ def check_source(number: int, group: dict, saved: dict) -> None:
             "AdamW's. To go on with AdamW all the same, remove decoupled_weight_decay from the "
             "group"
         )
-    # A state dict of an older version of this package may lack one of the two
+    # A state dict of an older version of this package may lack one of the two marks
     own_marks = {"adjust_lr_fn", "ns_coefficients"}
     if group["use_muon"] and "momentum" in saved and not own_marks & set(saved):
         raise ValueError(

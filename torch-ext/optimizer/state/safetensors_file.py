@@ -55,9 +55,9 @@ def export_state(
 
     `path`: an old file is replaced, also behind a symbolic link, and its mode is kept; a new file
     gets the mode of the umask. `model` names the parameters; without `model` the `param_names` of
-    groups do. For a single process: ValueError for DTensors, for state kept by owners (use
-    torch.distributed.checkpoint) and for parameters without name; RuntimeError after a step that
-    failed half-way; OSError, with the path, if the file cannot be written. Needs the package
+    groups do. For a single process. Raises ValueError for DTensors, for state kept by owners (use
+    torch.distributed.checkpoint) and for parameters without name, RuntimeError after a step that
+    failed half-way, and OSError, with the path, if the file cannot be written. Needs the package
     safetensors.
     """
     path = _path_text(path)
@@ -312,7 +312,7 @@ def _write_file(path: str, tensors: dict, metadata: dict) -> None:
 
 def _create(part: str, target: str) -> int:
     """Create an empty file `part`; return the mode of the old file `target`, or without old file
-    the mode of the umask.
+    the mode of the umask. Raises OSError if `target` is no regular file.
     """
     old = os.stat(target) if os.path.exists(target) else None
     if old is not None and not stat.S_ISREG(old.st_mode):

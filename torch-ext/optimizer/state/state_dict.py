@@ -109,7 +109,7 @@ def on_one_device(state_dict: dict) -> dict:
 
 
 def _on_host(value: object) -> object:
-    """A tensor with dims, or the shard of a DTensor, on the host; all others unchanged."""
+    """Return a tensor with dims, or a DTensor's shard, on the host; other values unchanged."""
     if not isinstance(value, torch.Tensor) or not value.ndim or value.device.type == "cpu":
         return value
     local = local_of(value).cpu()
@@ -300,7 +300,9 @@ def _name_obstacle(saved: list[dict], own: list[dict]) -> str | None:
 
 
 def _match_by_name(saved: list[dict], own: list[dict]) -> list[dict]:
-    """Return `matched_groups` for equal names on both sides."""
+    """Return `matched_groups` for equal names on both sides. Raises ValueError for groups of
+    another optimizer, rule or kind.
+    """
     where = {
         name: (group, key)
         for group in saved
@@ -372,7 +374,7 @@ def _match_checkpoint_groups(saved: list[dict], own: list[dict]) -> list[dict]:
     In the nested form torch gives the options of a saved group to only one of the groups cut from
     it, and mixes the options of several saved groups. If groups are named, the saved `param_names`
     tell the parameters of each saved group, and options follow `options_of`. Otherwise groups stay
-    as torch divided them.
+    as torch divided them. Raises ValueError for groups of another optimizer, rule or kind.
     """
     own_names = [_clean_names(group) for group in own]
     params = [[clean_name(name) for name in group["params"]] for group in saved]
@@ -491,8 +493,8 @@ def with_saved_rule(group: dict, saved: dict) -> dict:
 def with_own_rule(saved: dict, own: dict) -> dict:
     """Return the options `saved` with the rule of the own group in place of "muon".
 
-    Every rule can load Muon's state. Without this, the saved key `rule` would overwrite the
-    group's rule.
+    Every rule can load Muon's state. The saved key `rule` would otherwise overwrite the group's
+    rule.
     """
     if not own["use_muon"] or saved.get("rule") != "muon" or rule_of(own).name == "muon":
         return saved
@@ -520,9 +522,9 @@ def check_state(
     param: torch.Tensor, keys: Sequence[str], name: str, state: object, split: Split = WHOLE
 ) -> None:
     """Raise ValueError unless `state` can be the saved state of `param` under a rule with state
-    `keys`: all keys or none. Any rule also accepts state of Muon, momentum alone, decay="initial"
-    state without initial weights, and split weights state without rests. `split`: how the parameter
-    is cut into matrices.
+    `keys`: all keys or none. Any rule also accepts Muon's state, momentum alone. Initial weights of
+    decay="initial" and rests of split weights may be missing. `split`: how the parameter is cut
+    into matrices.
     """
     name = shortened(name)
     if not isinstance(state, dict):

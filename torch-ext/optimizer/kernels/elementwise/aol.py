@@ -1,8 +1,8 @@
 """AOL preconditioning (arXiv 2208.03160): rows scaled to length 1, then A <- D A D.
 
 AOL multiplies row i of U by (sum_j |(U U^T)_ij|)^(-1/2), after which no singular value exceeds 1.
-For range, rows are scaled to length 1 first: with Y the unit rows of U, e their lengths in U, and
-A = Y Y^T, the scaled matrix is T Y, T diagonal, T_ii = sqrt(e_i / sum_j |A_ij| e_j).
+To stay in range, rows are scaled to length 1 first: with Y the unit rows of U, e the row lengths
+of U, and A = Y Y^T, the scaled matrix is T Y, T diagonal, T_ii = sqrt(e_i / sum_j |A_ij| e_j).
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ def scale_rows(X: torch.Tensor, scales: torch.Tensor) -> None:
 
 
 def scale_columns(P: torch.Tensor, scales: torch.Tensor) -> None:
-    """Replace P (N, n, n) by P D, in place; the rest as in `scale_rows`."""
+    """Replace P (N, n, n) by P D with D = diag(scales), in place; dtypes as in `scale_rows`."""
     if not use_triton(P.device):
         return P.mul_(scales.unsqueeze(1))
     _scale(P, None, scales)
 
 
 def _scale(X: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None) -> None:
-    """Multiply rows of X by `left`, or columns by `right`, in place; the second is None."""
+    """Multiply rows of X by `left` or columns by `right`, in place; the unused factor is None."""
     N, n, m = X.shape
     key = (left is None, launch_key(X, right if left is None else left))
     _rescale_kernel.launch(
@@ -121,8 +121,8 @@ def absolute_sums(X: torch.Tensor, per: str) -> torch.Tensor:
     """Return the sums of absolute values of each "row" (N, R, 1) or "column" (N, 1, C) of X
     (N, R, C), in fp32.
 
-    The bits of a row, or of a column, do not depend on the others of its matrix: X may be the rows,
-    or the columns, of a shard. X is contiguous, at a multiple of 16 bytes.
+    The bits of a sum depend on its own row or column only, so X may hold the rows, or the columns,
+    of a shard. X is contiguous, at a multiple of 16 bytes.
     """
     N, R, C = X.shape
     dim = 2 if per == "row" else 1
@@ -143,8 +143,8 @@ def absolute_sums(X: torch.Tensor, per: str) -> torch.Tensor:
 
 
 def _added(parts: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the sums along `dim`, kept with size 1: elementwise sums of halves, whose order
-    depends on the size of `dim` alone.
+    """Return the sums along `dim`, kept with size 1. Halves are added elementwise, so the order of
+    a sum depends on the size of `dim` alone.
     """
     while (count := parts.shape[dim]) > 1:
         half = count // 2

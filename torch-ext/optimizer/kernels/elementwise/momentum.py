@@ -36,7 +36,7 @@ tl = None  # Triton's language, put here by jit
 # Form of M and U, see `Pack`: a value of the key `momentum_form`, or "feedback" of rules with a
 # selection
 MomentumForm = Literal["ema", "sum", "bias_corrected", "feedback"]
-# In the numbers of a group: elements from 1 - mu to the weight of G in a bias-corrected U
+# Distance in elements, in the numbers of a group: from 1 - mu to y, the bias-corrected weight of G
 NESTEROV = 4
 
 

@@ -91,8 +91,8 @@ class Launch:
     records: torch.Tensor  # (records, fields) int64, see the module's docstring
     blocks: torch.Tensor  # (programs, 2) int64: number of the record, first element in the record
     origins: torch.Tensor  # (records,) int64: index of the rectangle in the bound lists
-    # (kernel, arguments, constants) of past launches -> the launch to start again; None: Triton
-    # makes it each time. A tensor counts by its address: an argument has one dtype per table
+    # (kernel, arguments, constants) of past launches -> the launch to start again; None: only
+    # Triton can launch. The key of a tensor is its address: an argument has one dtype per table
     started: dict[tuple, FixedLaunch | None] = field(default_factory=dict, compare=False)
 
 
@@ -121,7 +121,7 @@ UPDATE, WEIGHT, MOMENTUM = 0, 1, 2
 
 
 class Squares:
-    """Sums of squares that launches over the same rectangles make as they go: of the update of the
+    """Sums of squares of each rectangle, made by the launches that step it: of the update of the
     weight, of the new weight and of the new momentum, all as stored.
 
     A kernel writes a row for each of its programs, and torch a row for each rectangle, in every
@@ -148,8 +148,8 @@ class Squares:
         return rows
 
     def totals(self, count: int) -> torch.Tensor:
-        """Return the sums of each of `count` rectangles, fp64 (count, 3) on the device. Something
-        has been laid out.
+        """Return the sums of each of `count` rectangles, fp64 (count, 3) on the device. Needs an
+        earlier call of `lay_out`.
         """
         total = self.rows[0].new_zeros(count, 3, dtype=torch.float64)
         for rows, origins in zip(self.rows, self.origins):
@@ -348,7 +348,7 @@ def run(kernel: jit, launch: Launch, *arguments: Any, **constants: Any) -> None:
     `constants`. No fused multiply-adds: products and sums are rounded separately, as in torch. A
     launch with equal arguments is started again with little host time, see `FixedLaunch`.
     """
-    # Addresses say how tensors are aligned, on which the binary depends
+    # The binary depends on the alignment of tensors, which follows from the addresses
     given = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
     known = kernel, *given, *constants.values()
     if not thread_state.dry_run:

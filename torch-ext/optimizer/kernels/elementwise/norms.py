@@ -146,8 +146,8 @@ def divide_by_moments(
 def equalize(
     X: torch.Tensor, order: Sequence[str], eps: float, powers: torch.Tensor | None = None
 ) -> None:
-    """Divide the rows or columns of X (N, R, C) by their norms, in place; both if `order` has both,
-    "row" and "column", one after the other.
+    """Divide rows or columns of X (N, R, C) by their norms, in place. `order`: "row", "column", or
+    both, one after the other.
 
     A norm is sqrt(sum of squares + eps). `powers` (N, 1, 1) in fp32: X counts as multiplied by
     them, so that squares do not overflow, and then as divided by its Frobenius norm. A matrix of
@@ -234,7 +234,7 @@ def scale(
 
 
 def _numbers(numbers: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """Return the numbers of a group; `numbers`: beta2 alone, or the numbers."""
+    """Return the numbers of a group as a tensor. `numbers`: such a tensor, or beta2 alone."""
     if isinstance(numbers, torch.Tensor):
         return numbers
     values = [0.0] * BETA2 + [numbers, 1.0 - numbers]
@@ -263,7 +263,7 @@ def _tile_of(C: int) -> tuple[int, int]:
 
 
 def _is_aligned(X: torch.Tensor | ScatteredRows) -> bool:
-    """Say whether every row begins at a multiple of ALIGNMENT, as those of `ScatteredRows` do. A
+    """Say whether every row begins at a multiple of ALIGNMENT, always so in `ScatteredRows`. A
     kernel adds the elements of aligned rows in another order.
     """
     if isinstance(X, ScatteredRows):

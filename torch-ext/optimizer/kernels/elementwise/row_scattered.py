@@ -15,7 +15,7 @@ from ..launch.jit import jit
 
 tl = None  # Triton's language, put here by jit
 
-# Bytes: each row starts where the widest access of a thread may. Also the unit of the row table
+# Bytes of the widest access of a thread; each row starts at a multiple. Unit of the row table
 ALIGNMENT = 16
 VECTOR = 8  # elements of the widest access in 16 bits
 
@@ -92,8 +92,8 @@ class ScatteredRows:
 
 
 class ScatteredMatrices:
-    """Whole matrices (N, R, C) in fp32 that stay where they are stored, for kernels that read them
-    beside a stack.
+    """Whole fp32 matrices (N, R, C), read by kernels beside a stack, each from the place where the
+    matrix is stored.
 
     `table` (N,), int64 on the device: the address of each matrix.
     """
@@ -104,8 +104,8 @@ class ScatteredMatrices:
         self.shape = torch.Size((len(self.matrices), *self.matrices[0].shape))
         addresses = [matrix.data_ptr() for matrix in matrices]
         self.table = torch.tensor(addresses, device=self.matrices[0].device)
-        # Of the size alone: a kernel that adds elements has another layout, hence other bits, for
-        # unaligned memory
+        # By the size alone, as for a copy: for unaligned memory a kernel adds elements in another
+        # layout, hence with other bits
         self.is_aligned = self.matrices[0].numel() % VECTOR == 0
 
     def unbind(self) -> list[torch.Tensor]:
@@ -176,8 +176,8 @@ def strides_of(stack: torch.Tensor | ScatteredRows) -> tuple[int, int, int] | No
 
 
 def memory_of_matrices(X: torch.Tensor | ScatteredMatrices) -> tuple[torch.Tensor, bool, bool]:
-    """Return what a kernel gets for whole matrices: (stack or table of addresses, whether it is a
-    table, whether every matrix begins at a multiple of ALIGNMENT, also in 16 bits).
+    """Return a kernel's arguments for whole matrices: (stack or table of addresses, whether the
+    first is a table, whether every matrix begins at a multiple of ALIGNMENT, also in 16 bits).
     """
     if isinstance(X, ScatteredMatrices):
         return X.table, True, X.is_aligned

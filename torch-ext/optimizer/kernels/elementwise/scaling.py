@@ -1,7 +1,7 @@
 """Scaling of matrices to Frobenius norm 1, before Newton-Schulz.
 
 `unit_norm` casts a matrix times a power of two and returns the remaining factor (deferred scale),
-so that a matrix is read once. `raw_norm` leaves the matrix in 16 bits as it is and returns factors.
+so that a matrix is read once. `raw_norm` casts nothing: it returns factors of a 16-bit matrix.
 
 The power of two is chosen from a sample of the matrix, read by every program. Each program leaves
 the largest magnitude and the sum of squares of a tile; a second kernel makes the norm of them. Sums
@@ -90,7 +90,7 @@ class Cast(NamedTuple):
     sums: torch.Tensor  # (N, 2, parts) fp32: largest magnitude and sum of squares of each tile
     guesses: torch.Tensor  # (N,) fp32: power of two of each matrix, chosen from the sample
     parts: int  # tiles per matrix
-    aim: float  # norm of a matrix over the mean magnitude, as expected
+    aim: float  # expected ratio of a matrix' norm to its mean magnitude
     block: int  # sums that a program reads at a time
     constants: tuple  # ROWS, COLUMNS, EVEN, STRAIGHT, PDL
     options: dict[str, Any]  # of the launch

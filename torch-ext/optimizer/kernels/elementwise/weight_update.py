@@ -47,8 +47,8 @@ from .row_scattered import ALIGNMENT, ScatteredMatrices, matrix_at, memory_of_ma
 
 tl = None  # Triton's language, put here by jit
 
-# Elements that decay, and towards what: all, towards 0; those whose update has not the opposite
-# sign; all, towards initial weights. BY_FACTORS: factors of W and O come from the owner
+# Which elements decay, towards which value: all, to 0; where the update has not the opposite sign,
+# to 0; all, to the initial weights. BY_FACTORS: factors of W and O come from the owner
 ALL, CAUTIOUS, TO_INITIAL, BY_FACTORS = 0, 1, 2, 3
 # Factors of O from the owner: none, one for each rectangle, one for each row
 NO_FACTORS, OF_MATRICES, OF_ROWS = 0, 1, 2
@@ -61,8 +61,8 @@ class StochasticRounding:
     many roundings the exact value (arXiv 1502.02551). bf16 keeps the 16 high bits of fp32: a random
     number of 16 bits is added to the low ones, which are then cut off.
 
-    The number of an element is a hash of its place in the whole parameter and of the key of the
-    step, so its bits do not depend on how the parameter is sharded.
+    The random number of an element is a hash of its place in the whole parameter and of the key of
+    the step, so the bits do not depend on how the parameter is sharded.
     """
 
     positions: Sequence[Positions]  # of each rectangle

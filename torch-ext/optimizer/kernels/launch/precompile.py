@@ -27,7 +27,7 @@ from ..backend import capturing, use_triton
 from .jit import thread_state
 
 MOST_THREADS = 16  # compiling threads of a process
-# Processors from which on kernels of `likely` are compiled, too, which may never be launched
+# Least processors for compiling the kernels of `likely`, too: some of them are never launched
 MANY_PROCESSORS = 8
 # Seconds for which a process compiles its own share of the kernels only. Afterwards the other
 # processes of the machine have compiled theirs, or hold the locks of kernels in work.
@@ -98,8 +98,9 @@ def _is_possible(device: torch.device) -> bool:
 
 
 def in_dry_run() -> bool:
-    """Return whether the calling thread only collects kernels: torch's own operations would take
-    effect on memory that nothing was loaded into.
+    """Return whether the calling thread is in a dry run: kernels are collected, not launched.
+
+    Callers then skip torch's own operations, which would run on memory without content.
     """
     return thread_state.dry_run
 

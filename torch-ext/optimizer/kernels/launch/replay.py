@@ -83,14 +83,14 @@ class FixedLaunch:
         cls, device: int, compiled: Any, programs: int, arguments: Sequence
     ) -> FixedLaunch | None:
         """Return the `FixedLaunch` of a launch that Triton has just made; None if only Triton can
-        make it again. `compiled`: Triton's compiled kernel, None in the interpreter. `arguments`:
-        the kernel's by position, tensors and constants, no descriptors. Holds addresses only: the
-        caller keeps the tensors alive, and starts the launch for tensors at these addresses.
+        repeat the launch. `compiled`: Triton's compiled kernel, None in the interpreter.
+        `arguments`: the kernel's by position, tensors and constants, no descriptors. Holds
+        addresses only: the caller keeps the tensors alive at these addresses.
         """
         try:
             called = _launcher_of(compiled)
         except (ImportError, AttributeError, KeyError, TypeError):
-            # Not the insides of Triton that are expected
+            # Triton's internals differ from the known ones
             return None
         if called is None:
             return None
@@ -299,7 +299,7 @@ def _recorded_launch(
                 return None
         return _Launch(function, programs, head, tuple(flat), gaps, together)
     except (ImportError, AttributeError, KeyError, StopIteration, TypeError):
-        # Not the insides of Triton that are expected
+        # Triton's internals differ from the known ones
         return None
 
 
@@ -347,7 +347,7 @@ class _DescriptorEncoder:
     """
 
     def __init__(self, descriptor: Any, form: Any):
-        """`form`: what the compiled kernel's metadata say of the descriptor (swizzle, box)."""
+        """`form`: entry of the descriptor in the compiled kernel's metadata (swizzle, box)."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         self.kind = type(descriptor)

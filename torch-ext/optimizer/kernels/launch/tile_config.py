@@ -64,12 +64,12 @@ class Tile:
     loop: str = "pointers"
 
 
-# For architectures without a table; they fit every GPU with at least 64 KiB of shared memory
+# Tiles for architectures without a table: fit every GPU with at least 64 KiB of shared memory
 DEFAULT = Tile(64, 64, 32, 8, 3, 4)
 DEFAULT_FP32 = Tile(32, 32, 32, 8, 2, 4)
 # Time of a last wave of half tiles, in waves of whole tiles (docs/log.md)
 HALF_TURN = 0.6
-# Loops with warp specialization: producer and consumer warps. They store results by TMA only
+# Loops with warp specialization: producer and consumer warps. Results are stored by TMA only
 SPECIALISED = "pingpong", "cooperative"
 MOST_SHARED = 232448  # bytes of shared memory of a program, on the GPU with the most
 _forced: Tile | None = None  # tile of `force`

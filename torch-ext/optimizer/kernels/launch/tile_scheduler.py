@@ -61,7 +61,7 @@ def tile_order(
     tiles = [(i, j) for i in range(down) for j in range(across) if not ratio or j * ratio <= i]
     tiles.sort(key=lambda tile: (tile[0] * parts // down, tile[1], tile[0]))
     if paired:
-        # Squares are the tiles (2 j, j): those of rows 0 and 2, 4 and 6, ... are paired
+        # Squares are the tiles (2 j, j): the squares of rows 0 and 2, 4 and 6, ... are paired
         partner = dict(zip(range(0, down, 4), range(2, down, 4)))
         tiles = [
             (i, -partner[i]) if i == 2 * j and i in partner else (i, j)

@@ -185,8 +185,8 @@ def _launch(
         return out
     # Launches want the columns of a symmetric product's second factor as rows: B itself
     columns_of_b = B.mT if op == "gram" else B
-    # `look` holds what a compiled kernel depends on: dtype, device, shape, strides, alignment. The
-    # values of factors are arguments; only whether there is a diagonal selects a kernel.
+    # `look`: the properties that a compiled kernel depends on: dtype, device, shape, strides,
+    # alignment. Values of factors are arguments; only whether there is a diagonal selects a kernel.
     key = (
         op,
         tile_config.forced(),
@@ -210,8 +210,8 @@ def _direction(op: str) -> int:
     """The batch direction of the next launch: 1 from first to last matrix, -1 from last to first.
 
     [Note: alternating batch direction] The matrices that a launch has written last are still in the
-    L2 cache. Directions alternate, so the next launch begins with them. X X^T always begins with
-    the last matrix, because the kernels that write X (norms, copies) end with the last matrix.
+    L2 cache. Directions alternate, so the next launch begins with the cached matrices. X X^T always
+    begins with the last matrix, because kernels that write X (norms, copies) end with the last one.
     """
     global _last_direction
     _last_direction = -1 if op == "gram" else -_last_direction

@@ -91,10 +91,10 @@ def standard_torch(
     """Apply the standard iteration of `triples` (a, b, c) to every matrix of X (N, n, m); return
     the results.
 
-    The results are X or Y (N, n, m); the other one is spoiled, and so are A and Q (n, n). A matrix
-    takes all steps before the next matrix begins, so that it stays in the CPU's cache. A library
-    product adds its addend itself: b A to c A^2, and a X to the product with X, as plain torch
-    does. With a I inside the factor of X, spectra with a tail have up to 1.9 times the error
+    The results are in X or Y (N, n, m); the other of the two, and A and Q (n, n), are overwritten.
+    A matrix takes all steps before the next matrix begins, and so stays in the CPU's cache. A
+    library product adds its addend itself: b A to c A^2, and a X to the product with X, as plain
+    torch does. With a I inside the factor of X, spectra with a tail have up to 1.9 times the error
     (docs/kernels.md).
     """
     if torch.is_autocast_enabled(X.device.type):

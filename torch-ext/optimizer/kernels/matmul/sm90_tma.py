@@ -113,7 +113,7 @@ class TmaLaunch:
         self.left = descriptor_template(describe(A, *left))
         self.right = descriptor_template(describe(B, *right))
         beside = [(C, tile.rows, half) for C, _ in addends]
-        if wide:  # Descriptors of half tiles, in the place of addends, which a product has not
+        if wide:  # Descriptors of half tiles take the place of addends: a product has none
             beside = [(B, tile.inner, tile.columns // 2),
                       (out, tile.rows, tile.columns // 2)][:1 + self.by_tma]
         self.beside = [descriptor_template(describe(*box)) for box in beside]

@@ -123,8 +123,8 @@ class SampledSquares:
     weights of the sample, and one adds up after the step. Elements of the sample are read four
     times in all, and written once: 20 bytes in fp32.
 
-    Kernels need contiguous tensors of fp32, bf16 or fp16; torch computes the sums of others, and
-    those of momenta in 8 bits.
+    Kernels need contiguous tensors of fp32, bf16 or fp16. torch computes the sums of all other
+    tensors, and of momenta in 8 bits.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class SampledSquares:
     ) -> None:
         """`squares`: filled by each call, with a rectangle for each tensor. `regions`: of each
         tensor. `old`, `new`: weights before and after the step, the same memory or not. `M`:
-        momenta after it. `scales`: of momenta in 8 bits, else (). Tensors are at fixed addresses.
+        momenta after the step. `scales`: of 8-bit momenta, else (). Tensors at fixed addresses.
         """
         self.old = old
         self.new = new
@@ -154,7 +154,7 @@ class SampledSquares:
             self.saves = _bind(regions, old.lists(), device)
             self.adds = _bind(regions, [*new.lists(), M], device)
         else:
-            # Of a tensor that is read whole, None
+            # None: the tensor is read whole
             self.indices = [
                 torch.cat([region.indices() for region in some]).to(device)
                 if any(region.share > 1 for region in some)

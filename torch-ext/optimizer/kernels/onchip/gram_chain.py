@@ -165,9 +165,8 @@ def _program(first: tuple, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, int,
     """Return the program of a restart interval: codes (int32) and factors (fp32, five each) of the
     products, the number of products, and whether A goes to the first slot before the products.
 
-    first: () or a single triple, the step before the pair. Products, addends, rounding and order
-    are those of iteration.py, and so are the bits. Factors: alpha, diagonal, and a factor per
-    addend.
+    first: () or a single triple, the step before the pair. Products, addends, rounding and order,
+    hence the bits, are as in iteration.py. Factors: alpha, diagonal, and a factor per addend.
     """
     (square, a), (cube, ca, cs), (half, ha, hs, hc, h), (qs, qc, q) = pair
     # The pair, `two_steps` in iteration.py: S, C, H and Q of coefficients.Pair. A is in U, S goes

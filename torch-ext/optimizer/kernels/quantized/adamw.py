@@ -6,8 +6,8 @@ whole blocks: no more of an average than a tile ever exists in fp32. The weight 
 new averages before these are rounded.
 
 [Note: elements without gradient]
-Rounded to the nearest, a small `exp_avg` that shrinks by beta1 would become the number that it was,
-and move its weight for ever. So an element whose gradient is exactly 0 is rounded towards zero.
+A small `exp_avg` that shrinks by beta1 would be rounded back to its old number in every step, and
+move its weight for ever. So an element whose gradient is exactly 0 is rounded towards zero.
 Exception: an element within a factor SLACK of its number keeps the number. In a row without any
 gradient all elements shrink with the scale, and their numbers stay.
 
@@ -16,8 +16,8 @@ On NVIDIA's GPUs a tile takes one of two paths with equal bits. The usual one ro
 quotients by the functions of rounded.py, which need operands in the middle of fp32's range. Powers
 of two move them there, and change no bit: v times 2^90, m and its divisor times 2^80. An m that is
 0 or from 2^-86 to 2^40 and any v below 2^34 then fit, with an eps from 2^-56 to 2^39 and a root of
-the correction of v from 2^-14 on: the divisor of m is below 2^40, and no update is subnormal. Other
-tiles take `sqrt_rn` and `div_rn`: so do NaN, Inf and an eps of 0. Other devices take these alone.
+the correction of v from 2^-14 on: the divisor of m is below 2^40, and no update is subnormal. All
+further tiles (NaN, Inf, an eps of 0), and all tiles elsewhere, take `sqrt_rn` and `div_rn`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ACCESS = 4  # elements of a thread side by side: the bytes of an average lie as 
 # Elements that the torch path holds in fp32 at a time, on CPUs and elsewhere
 SLICE, SLICE_OF_DEVICE = 1 << 18, 1 << 24
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-# Of contiguous tensors. Without the limit the rare path sets the register count of every program:
+# Contiguous tensors. Without the limit of registers the rare path sets the count of every program:
 # an embedding took 1.84 in place of 1.69 ms (measured on an H100, docs/memory.md)
 OPTIONS_OF_NVIDIA = {**OPTIONS, "maxnreg": 80}
 SLACK = 0.999  # see [Note: elements without gradient]

@@ -1,8 +1,8 @@
 """The format of 8-bit state: int8 numbers, and an fp32 scale for each BLOCK of a row.
 
 An element is n |n| scale of its number n; the scale is the largest magnitude of the block / 127^2.
-That is the square map ("linear-2" of 4-bit Shampoo, arXiv 2405.18144): the smaller an element is,
-the finer are the steps. Blocks begin at multiples of BLOCK of the whole row, so rows may be divided
+The format is the square map ("linear-2" of 4-bit Shampoo, arXiv 2405.18144): small elements have
+finer steps. Blocks begin at multiples of BLOCK of the whole row, so rows may be divided
 among ranks in any way, and columns at multiples of BLOCK. 1 + 4 / BLOCK bytes per element.
 
 [Note: 8-bit format]
@@ -42,7 +42,7 @@ def is_quantized(dtype: object) -> bool:
 
 
 def block_count(columns: int | torch.Tensor) -> int | torch.Tensor:
-    """Return the blocks of a row of `columns` elements, of each row of a tensor of them."""
+    """Return the number of blocks of a row of `columns` elements; of each row for a tensor."""
     return -(-columns // BLOCK)
 
 
@@ -138,7 +138,7 @@ def matrices_of(tensor: torch.Tensor, view: str) -> torch.Tensor:
 
 
 def of_matrices(matrices: torch.Tensor, shape: Any, view: str) -> torch.Tensor:
-    """Return the contiguous tensor of `shape` of which `matrices` is `matrices_of`."""
+    """Return the contiguous tensor of `shape` with the view `matrices`: reverses `matrices_of`."""
     if view == "taps":
         matrices = matrices.permute(-2, -1, *range(matrices.ndim - 2))
     return matrices.reshape(shape).contiguous()

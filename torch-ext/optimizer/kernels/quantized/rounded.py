@@ -2,9 +2,9 @@
 
 `sqrt_rn` and `div_rn` branch once for each element, to a routine for operands near the ends of
 fp32's range. The branches of a thread run one after another, and no instruction moves across them.
-Their other path is an approximation by the GPU, which fused multiply-adds correct. The functions
-here compute that path alone, in the same operations, for operands of which the caller knows the
-range. tests/test_rounded.py compares them with `sqrt_rn` and `div_rn`.
+The usual path of both is an approximation by the GPU, corrected by fused multiply-adds. This module
+computes the usual path alone, in the same operations, for operands whose range the caller knows.
+tests/test_rounded.py compares the results with `sqrt_rn` and `div_rn`.
 
 The approximation of a reciprocal has to be the GPU's own. rsqrt(x)^2 is as close to 1 / x, but with
 it quotients by some divisors near a power of 2 were wrong in the last bit.

@@ -2,12 +2,12 @@
 row as an fp32 scale.
 
 An element is (n / 255)^4 scale of its number n. The format is made for the square root of the
-element, by which AdamW divides: it is (n / 255)^2 sqrt(scale), the square map of blocks.py, and
-spans a factor of 65025. Blocks lie as in blocks.py.
+element, by which AdamW divides: the root is (n / 255)^2 sqrt(scale), the square map of blocks.py,
+and spans a factor of 65025. Blocks lie as in blocks.py.
 
 [Note: no second moment of zero]
-An element above zero never gets the number 0. Stored as zero, it would be divided by eps, and a
-single step could move its weight by |m| / eps. The least number makes the square root at most as
+An element above zero never gets the number 0: AdamW would divide m by a root of 0 plus eps, and a
+single step could move the weight by |m| / eps. The least number makes the square root at most as
 small as sqrt(scale) / 65025, so a rounded element makes a step smaller, not larger. docs/math.md
 has the measurements behind the format.
 """

@@ -30,21 +30,21 @@ class SplitWeights:
 
     As integers, fp32 weight = 2^16 bf16 weight + rest. The bf16 weight is the fp32 weight rounded
     to nearest, with ties away from zero: with ties to even, two fp32 weights would have one bf16
-    weight and one rest. A source: `store_param_remainders` of Transformer Engine's FusedAdam. A NaN
-    becomes the same NaN for all, with rest 0.
+    weight and one rest. Source: `store_param_remainders` of Transformer Engine's FusedAdam. All
+    NaNs become one NaN, with rest 0.
 
     [Note: rest of another weight]
-    Others may write the bf16 weight between steps. The rest then belongs to another weight, and
-    shifts the new one by at most half a unit in the last place. Beside a weight of 0, a negative
-    rest would make a NaN: it counts as 0. No fp32 weight has such a pair.
+    Other code may write the bf16 weight between steps. The rest then belongs to another weight, and
+    shifts the new weight by at most half a unit in the last place. Beside a weight of 0, a negative
+    rest would make a NaN: such a rest counts as 0. No fp32 weight has such a pair.
     """
 
     rests: Sequence[torch.Tensor | None]  # of each rectangle; None: the weight is not split
     kind: ClassVar[int] = SPLIT
 
     def lists(self, W: Sequence[torch.Tensor]) -> tuple[list, list]:
-        """Return the lists of weights and of rests for `bind`. Split weights are int16 there, by
-        which kernels know them; the rest of others is a placeholder, and never read.
+        """Return the lists of weights and of rests for `bind`. Kernels know split weights by the
+        dtype int16. The rest of a weight that is not split is a placeholder, never read.
         """
         pairs = list(zip(W, self.rests))
         weights = [w if rest is None else w.view(torch.int16) for w, rest in pairs]
@@ -85,7 +85,7 @@ def write_weight(
     is_updated: torch.Tensor | None = None,
 ) -> None:
     """Write the fp32 weight `new` to `w` and, of a split weight, to `rest`. `is_updated`: a single
-    bool on the device, False leaves both as they are; None: True.
+    bool on the device, False leaves both unchanged; None: True.
     """
     parts = [(w, new)] if rest is None else list(zip((w, rest), split(new)))
     for old, part in parts:

@@ -52,8 +52,8 @@ def is_same(value: object, other: object) -> bool:
 def as_one_group(
     names: Sequence[str], saved: Sequence[tuple[set, dict]], structure: Collection[str]
 ) -> list[tuple[set, dict]]:
-    """The saved groups that held some of `names`, as one group, if their options are equal; else
-    nothing. `saved`: (parameter names, group). `structure`: keys that are no options.
+    """The saved groups that held some of `names`, merged into a list of one pair (parameter names,
+    group); [] if their options differ. `saved`: such pairs. `structure`: keys that are no options.
     """
     held = [(members, group) for members, group in saved if not members.isdisjoint(names)]
     options = [{k: v for k, v in group.items() if k not in structure} for _, group in held]

@@ -18,15 +18,15 @@ USUAL = "capturable", DTYPE_KEY
 
 
 class LiveKeys:
-    """Checks groups once their keys have changed since the last check, or the values of fixed keys.
+    """Checks groups again after their keys, or the values of fixed keys, have changed.
 
-    A group may have a fixed key with one value only: arguments of the optimizer, and `refused`
-    keys. Without changes `check` compares the keys of each group, in C, and reads no other value.
+    Fixed keys may have one value only: arguments of the optimizer, and `refused` keys. Without
+    changes `check` compares keys and fixed values, in C, and reads no other value.
     """
 
     def __init__(self, check_keys: Callable[..., None], refused: Collection[str]) -> None:
-        """Know no group; call `add` with new ones. `check_keys` and `refused`: that
-        function and CHANGED of validation.py, which imports from this folder.
+        """Begin without groups; `add` takes each new group. `check_keys` and `refused`: the
+        function and CHANGED of validation.py, given since validation.py imports from this folder.
         """
         self._check_keys = check_keys
         self._refused = refused
@@ -44,14 +44,14 @@ class LiveKeys:
         """Accept a new group, which construction has checked, and warn of options of other rules.
         `given`: the keys that the user gave. `written`: as in `unread_options`.
         """
-        # All keys are given of a group that another optimizer of this class has made
+        # If all keys of a group were given, another optimizer of this class has made the group
         known = given if group.keys() <= set(given) else ()
         self._warn_of_unread(number, group, known, written)
         self.accept([group])
 
     def accept(self, groups: Sequence[dict]) -> None:
         """Accept all keys of new, loaded or copied groups: state dicts may have keys of other
-        tools. Of these keys the next check checks fixed ones only.
+        tools. The next check checks only the fixed keys among these.
         """
         self._keys = None
         self._known.update(zip(map(id, groups), map(tuple, groups)))
@@ -74,7 +74,7 @@ class LiveKeys:
         ):
             return
         given, made = arguments(), written()
-        # Of a group whose dict was replaced, the keys of any group are known
+        # A group whose dict was replaced has no known keys of its own: the keys of any group pass
         anywhere = set().union(*self._known.values())
         for number, group in enumerate(groups):
             known = self._known.get(id(group), anywhere)
@@ -95,7 +95,7 @@ class LiveKeys:
     def _warn_of_unread(
         self, number: int, group: dict, known: Collection[str], written: Mapping[str, object]
     ) -> None:
-        """Warn of each option of another rule, once for each key: other groups may have it, too."""
+        """Warn of each option of another rule, once for each key, not once for each group."""
         for key, own, owners in unread_options(group, known, written):
             if key not in self._warned:
                 self._warned.add(key)
@@ -118,8 +118,8 @@ def warn_of_saved_arguments(
     saved: Sequence[Mapping], arguments: Sequence[str], options: Sequence[object]
 ) -> None:
     """Warn of the first of `arguments` that a group of a state dict has with another value than the
-    optimizer: it has no effect. `options`: of each group of the optimizer; `arguments` are equal in
-    all of them.
+    optimizer: the saved value has no effect. `options`: of each group of the optimizer; `arguments`
+    are equal in all groups.
     """
     for number, group in enumerate(saved if options else ()):
         for key in [key for key in arguments if key in group and key not in USUAL]:

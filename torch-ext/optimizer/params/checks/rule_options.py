@@ -54,10 +54,10 @@ def check_rule_with_options(
 def owners_of_options() -> dict[str, dict[bool, dict[str, object]]]:
     """{option: {use_muon of groups: {name of a built-in rule with the option: default}}}.
 
-    Without options of rules of the user's own, whose names may be those of keys of other tools.
+    Options of the user's own rules are left out: keys of other tools may have equal names.
     """
     found: dict[str, dict[bool, dict[str, object]]] = {}
-    # Only built-in rules of matrices are fused: `check_rule` refuses others
+    # Only built-in rules of matrices are fused: `check_rule` refuses fused rules of users
     built_in = {name: rule for name, rule in RULES.items() if rule.fused}
     for use_muon, rules in ((True, built_in), (False, ELEMENTWISE)):
         for name, rule in rules.items():
@@ -81,8 +81,8 @@ def unread_options(
     """Yield (key, the group's rule, rules with the key in words) for each option of a built-in rule
     that the group has and its own rule does not read.
 
-    Not of keys in `known`, nor of defaults: of the rule that has the option, of torch's optimizers,
-    and `written`, the values that the optimizer itself writes into groups.
+    Skips keys in `known`, and default values: defaults of the rule with the option and of torch's
+    optimizers, and `written`, the values that the optimizer itself writes into groups.
     """
     use_muon = bool(group["use_muon"])
     if group.get("rule") and group["rule"] not in (RULES if use_muon else ELEMENTWISE):

@@ -1,1 +1,1 @@
-"""The model of the user: which parameters are hidden matrices, and where it holds fused weights."""
+"""The model of the user: which parameters are hidden matrices, and which weights are fused."""

@@ -6,7 +6,7 @@ config of the modules. The functions below look at one parameter, apply the firs
 check the sizes against its shape.
 
 A name alone decides nothing. A weight that looks fused by name and shape, in a class without a
-rule, may hold its projections in more than one order: it is refused with the possible splits.
+rule, may hold its projections in more than one order: the error lists the possible splits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def find_split(
 
     The attributes `muon_split` and `muon_transposed` of the parameter come first, also with the
     value None. Weights of adapters are not split. Raises ValueError, naming the parameter, if its
-    projections cannot be told, or if the sizes found do not add up to its shape.
+    projections are unknown, or if the sizes found do not add up to its shape.
     """
     demanded = split_of_attributes(param)
     if demanded is not None:
@@ -108,7 +108,9 @@ def _weight(param: nn.Parameter, place: Place, structure: Structure) -> Weight |
 
 
 def _form(weight: Weight, per_head: bool) -> dict | None:
-    """The split by the first rule for a weight; None for a weight that is one matrix."""
+    """The split by the first rule for a weight; None for a weight that is one matrix. Raises
+    ValueError, naming the parameter, for unknown heads or more than one possible split.
+    """
     fused = _first(ATTENTION, weight)
     other = _first(OTHERS, weight) if fused is None else None
     if per_head and other is None:

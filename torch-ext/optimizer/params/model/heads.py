@@ -62,9 +62,9 @@ def _query_heads(weight: Weight) -> int:
 
 
 def _key_heads(weight: Weight) -> int:
-    """The number of key heads of an attention module with separate q and k. The number in a config
-    may be that of another module: it counts if it fits the outputs of k. Else k has heads of the
-    size of q's.
+    """The number of key heads of an attention module with separate q and k. A config may hold the
+    number of another module, so its number counts only if the outputs of k fit. Otherwise heads of
+    k are as large as heads of q. Raises ValueError if heads do not divide the outputs.
     """
     keys, kv_heads = _outputs(weight, KEYS), weight.number(*KV_HEADS)
     if kv_heads and kv_heads * weight.number(*HEAD_DIM) == keys:
@@ -106,7 +106,7 @@ def _equal(weight: Weight, heads: int, size: int, is_output: bool = True) -> Blo
 
 
 def _quotient(size: int, parts: int) -> int:
-    """size / parts. Raises ValueError if that is no whole number, or `parts` is unknown."""
+    """size / parts. Raises ValueError if `parts` is unknown or does not divide `size`."""
     if not parts:
         raise ValueError("the number of its heads is unknown")
     if size % parts:

@@ -347,7 +347,7 @@ def focal_net(weight: Weight) -> Blocks:
 
 
 def in_split(weight: Weight) -> Blocks:
-    """timm's parallel blocks, which keep the sizes."""
+    """timm's parallel blocks: sizes by the attribute `in_split`."""
     return Blocks(tuple(weight.holder.in_split))
 
 

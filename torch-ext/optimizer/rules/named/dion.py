@@ -3,7 +3,7 @@
     U <- M + (1 - momentum) G
     K <- the rows, or columns, of U with the largest sums of absolute values; a fraction of all
     O <- polar factor of U[K]
-    M <- U, then M[K] <- momentum M[K]            error feedback: the rest waits in M
+    M <- U, then M[K] <- momentum M[K]            error feedback: M keeps the rest
     W <- (1 - lr weight_decay) W, then W[K] <- W[K] - lr scale O
 
 The authors' M is M / (1 - momentum). `scale` is that of the whole matrix. Dion3, there also called

@@ -1,8 +1,9 @@
 """Muon+ (arXiv 2602.21545) and MuonEq (arXiv 2603.28254): rows and columns of equal norm.
 
 Option `equilibrate` (None) divides rows or columns of U by their norms before Newton-Schulz:
-MuonEq takes "row". Option `normalize` ("column_row") divides those of O by their norms after it:
-Muon+. Values: None, "row", "column", and "row_column" or "column_row" for one after the other.
+MuonEq takes "row". Option `normalize` ("column_row") divides rows or columns of O by their norms
+after Newton-Schulz: Muon+. Values: None, "row", "column", and for both in turn "row_column" or
+"column_row".
 EPS is added to the squared norm, as in the authors' code of Muon+.
 """
 
@@ -23,7 +24,7 @@ ORDERS = {None: (), "row": ("row",), "column": ("column",), "row_column": ("row"
 
 def equalize(X: torch.Tensor, order: str | None, unit: bool) -> None:
     """Divide rows or columns of X (N, R, C) by their norms, in the given order, in place. `unit`:
-    as if X had norm 1, which EPS is for.
+    EPS is added as if X had norm 1.
     """
     powers = None
     if unit and order is not None and X.numel():
@@ -51,7 +52,7 @@ class MuonPlus(Rule):
                 raise ValueError(f"{key}={group[key]!r} must be one of {[*ORDERS]}")
 
     def before(self, U: torch.Tensor, units: Units) -> torch.Tensor:
-        """Equalize U (N, R, C) for Newton-Schulz. Its size has no effect."""
+        """Equalize U (N, R, C) for Newton-Schulz. A factor on U has no effect."""
         equalize(U, units.numbers.equilibrate, unit=True)
         return U
 

@@ -3,9 +3,9 @@
     M <- mu M + (1 - mu) G
     W <- (1 - lr weight_decay) W - lr radius sqrt(R / C) O       O the polar factor of M
 
-weight_decay=1 is the paper's constrained form: the spectral norm of W stays below radius
-sqrt(R / C) once it is. weight_decay=0 is the unconstrained form. mu is 1 - `momentum` of the
-authors' code, radius its `scale`. Embeddings, heads and vectors take the rule "sign".
+weight_decay=1 is the paper's constrained form: once the spectral norm of W is below radius
+sqrt(R / C), it stays below. weight_decay=0 is the unconstrained form. In the authors' code
+`momentum` is 1 - mu, and `scale` is radius. Embeddings, heads and vectors take the rule "sign".
 """
 
 from __future__ import annotations

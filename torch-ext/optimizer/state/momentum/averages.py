@@ -1,10 +1,10 @@
 """AdamW's averages and step count in saved state: fp32 or bf16 into 8 bits and back, and checks.
 
-As momentum (conversion.py): 8-bit averages become fp32 where they were saved, before tensors are
-redistributed, and wide averages become 8-bit in the placements of the parameter. Numbers and scales
-have keys of their own, so that nothing can be loaded in place of an average of another format. A
-state with both is refused: torch's `set_optimizer_state_dict` with full tensors adds the saved
-averages to the optimizer's own, new ones, and with `broadcast_from_rank0` on a single rank.
+Like momentum (conversion.py), 8-bit averages become fp32 in their saved placements, before tensors
+are redistributed, and wide averages become 8-bit in the placements of the parameter. Numbers and
+scales have keys of their own, so that no average is loaded in place of one of another format. A
+state with averages in both formats is refused: torch's `set_optimizer_state_dict` with full tensors
+adds the saved averages to the optimizer's own, and with `broadcast_from_rank0` on a single rank.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def widened(state: Mapping) -> dict:
 
 
 def narrowed(state: Mapping, param: torch.Tensor) -> dict:
-    """Return a state with averages in 8 bits, placed like its wide averages or kept by rows, in
-    place of them.
+    """Return a state with averages in 8 bits in place of its wide averages, placed like these or
+    kept by rows.
     """
     found = {key: value for key, value in state.items() if key not in WIDE_KEYS}
     for wide_key, numbers_key, scales_key, form in FORMATS:
@@ -96,8 +96,8 @@ def narrowed(state: Mapping, param: torch.Tensor) -> dict:
 
 
 def _placed_like(local: torch.Tensor, other: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return `local` as a DTensor of global `shape` with the placements of `other`, or unchanged if
-    that is a plain tensor.
+    """Return `local` as a DTensor of global `shape` with the placements of `other`; unchanged if
+    `other` is a plain tensor.
     """
     if not is_dtensor(other):
         return local
@@ -107,8 +107,8 @@ def _placed_like(local: torch.Tensor, other: torch.Tensor, shape: tuple[int, ...
 def loaded_keys(
     group: Mapping, param: torch.Tensor, dtype: torch.dtype, state: object
 ) -> tuple[str, ...]:
-    """Return `keys_of`, with those of wide averages in place of averages in 8 bits if the saved
-    `state` has wide ones: `narrowed` converts them once they lie like the parameter.
+    """Return `keys_of`, but with the keys of wide averages in place of the 8-bit keys if the saved
+    `state` has wide averages: `narrowed` converts these after they are placed like the parameter.
     """
     keys = keys_of(group, param, dtype)
     if not (isinstance(state, dict) and is_8bit(group, param)):
@@ -122,7 +122,7 @@ def adopt_averages(
     state: dict, keys: tuple[str, ...], param: torch.Tensor, dtype: torch.dtype
 ) -> None:
     """Convert the averages of a live state to the form of `keys` and to `dtype`, in place, after a
-    change of `state_dtype` in the group, and drop those of the other form. `dtype`: the
+    change of `state_dtype` in the group, and drop averages of the other form. `dtype`: the
     result of `group_state_dtype`.
     """
     for wanted, others in ((QUANTIZED_KEYS, WIDE_KEYS), (WIDE_KEYS, QUANTIZED_KEYS)):
@@ -143,7 +143,7 @@ def adopt_averages(
 
 
 def is_fitting(key: str, dtype: torch.dtype) -> bool:
-    """Return whether `dtype` is that of numbers `key` of averages in 8 bits."""
+    """Return whether `dtype` is the dtype of state `key`, the numbers of averages in 8 bits."""
     return key in QUANTIZED_KEYS[:2] and dtype == STATES[key].dtype
 
 

@@ -1,8 +1,8 @@
 """Conversion of loaded momentum: means into sums, and fp32 or bf16 into 8 bits and back.
 
-8-bit momentum becomes fp32 where it was saved, before tensors are redistributed: its blocks are
-whole there. fp32 momentum becomes 8-bit in the placements of the parameter, rounded to the nearest.
-Conversion sends nothing.
+8-bit momentum becomes fp32 in its saved placements, in which its blocks are whole, before tensors
+are redistributed. fp32 momentum becomes 8-bit in the placements of the parameter, rounded to the
+nearest. Conversion sends nothing.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def way_out(key: str, dtype: torch.dtype | None) -> str:
 
 
 def in_momentum_form(state: dict, group: Mapping, saved: Mapping) -> dict:
-    """Return the saved state of a parameter with a sum in place of a mean as momentum, if `group`
-    has a sum: the checkpoint is from before it had one. Exact if momentum was constant since the
-    first step.
+    """Return the saved state of a parameter. If the momentum of `group` is a sum, a saved mean is
+    turned into a sum: the checkpoint is from before momentum_form="sum". Exact if `momentum` was
+    constant since the first step.
     """
     if not (is_sum(group) and MEAN_KEY in state):
         return state
@@ -123,7 +123,7 @@ def _check_blocks(
     split: Split,
     shapes_later: bool,
 ) -> None:
-    """Raise ValueError unless `momentum`, state `key`, is the numbers to which `scales` belong.
+    """Raise ValueError unless `momentum`, the state `key`, is in 8 bits and belongs to `scales`.
     `shapes_later`: leave wrong shapes to `check_state`. Waits for the device.
     """
     values, of_blocks = (matrices_of(local_of(t), split.view) for t in (momentum, scales))
@@ -174,7 +174,7 @@ def in_8_bits(
 
 
 def _like(momentum: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return `local` as a DTensor like `momentum`, or unchanged if that is a plain tensor."""
+    """Return `local` as a DTensor like `momentum`; unchanged if `momentum` is a plain tensor."""
     if not is_dtensor(momentum):
         return local
     if local.device.type != momentum.device_mesh.device_type:
@@ -183,9 +183,9 @@ def _like(momentum: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_cast_numbers(state: dict, key: str, name: str) -> None:
-    """Raise ValueError for momentum `key` with the numbers of an 8-bit one and without its scales:
-    torch.distributed.checkpoint casts tensors to the dtype of those it loads into. Waits for the
-    device.
+    """Raise ValueError for floating-point momentum `key` that holds 8-bit numbers without scales:
+    torch.distributed.checkpoint casts saved tensors to the dtype of the optimizer's tensors. Waits
+    for the device.
     """
     local = local_of(state[key]) if isinstance(state.get(key), torch.Tensor) else None
     if local is None or not local.numel() or not local.dtype.is_floating_point:

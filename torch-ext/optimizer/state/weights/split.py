@@ -3,8 +3,8 @@ rests in state dicts, and fp32 weights that users read and write.
 
 [Note: rests in state dicts]
 NCCL and gloo send no 16-bit integers, and torch gathers and broadcasts the tensors of a state dict.
-So a state dict has the bits of a rest as a bf16 tensor that shares memory with the int16 state. Its
-numbers mean nothing, and some are NaN.
+So a state dict has the bits of a rest as a bf16 tensor that shares memory with the int16 state. The
+bf16 values mean nothing, and some are NaN.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ def check_rest(dtype: torch.dtype, name: str) -> None:
 
 
 def with_own_precision(saved: dict, own: dict) -> dict:
-    """Return the options `saved` of a group without a way to keep updates below the precision of
-    bf16 that excludes the way of the optimizer's group: `own` with stochastic rounding drops
-    MASTER_KEY; fp32 and split weights drop stochastic rounding, with a warning.
+    """Return the options `saved` of a group without stochastic rounding or MASTER_KEY where `own`,
+    the optimizer's group, excludes it: stochastic rounding of `own` drops MASTER_KEY; weights of
+    `own` that are not bf16, are split, or are written by a rule drop stochastic rounding, with a
+    warning.
     """
     if is_stochastic(own):
         return {key: value for key, value in saved.items() if key != MASTER_KEY}
