@@ -461,7 +461,7 @@ UNKNOWN = {
     "adamw_lr": "pass it to get_default_muon_param_groups", "beta2": "an option of NorMuon",
     "fraction": "an option of 'dion2', 'dion3': pass the rule", "normalise": "did you mean 'normalize'?",
     "named_split": "did you mean 'named_splits'", "beta_2": "did you mean 'beta2'",
-    "split": "it is a key of parameter groups",
+    "split": "it is a key of parameter groups", "use_muon": "it is a key of parameter groups", "seed": "leave it out",
 }
 
 

@@ -559,12 +559,15 @@ def test_averages_of_nadam_and_radam_are_not_taken_for_those_of_adamw(name):
     adamw = torch.optim.AdamW(params)
     train(adamw, params, range(1))
     ours.load_state_dict(adamw.state_dict())
+    of_radam = package().Muon([{**group, "use_muon": False} for group in theirs.param_groups])
+    of_radam.load_state_dict(of_radam.state_dict())
 
 
 def test_keys_that_the_own_group_has_are_no_marks():
     """Somebody may keep a number in our groups under a name that another Muon writes."""
     optimizer = package().Muon([nn.Parameter(torch.randn(4, 3))])
     optimizer.param_groups[0]["mu"] = 1
+    optimizer.param_groups[0]["decoupled_weight_decay"] = True
     optimizer.load_state_dict(optimizer.state_dict())
 
 

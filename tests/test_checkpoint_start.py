@@ -332,6 +332,8 @@ def hand_over(adamw, optimizer):
     state = optimizer.state_dict()
     for p, kept in adamw.state.items():
         state["state"][number[p]] = {"momentum_buffer": kept["exp_avg"]} if p in matrices else kept
+    for group in state["param_groups"]:
+        group.pop("momentum_steps", None)
     optimizer.load_state_dict(state)
 
 
@@ -363,6 +365,21 @@ def test_adamws_averages_go_on_as_momentum_sharded_and_whole():
     whole = after_adamw()
     for weights in run_ranks(2, after_adamw_on_two_ranks):
         assert all(map(torch.equal, weights, whole))
+
+
+def test_adamws_averages_count_as_a_full_mean_with_bias_correction():
+    weights = []
+    for form in ("ema", "bias_corrected"):
+        model, groups = small()
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = package().Muon(groups, lr=1e-2, momentum_form=form)
+        for number, stepped in enumerate((adamw, adamw, optimizer)):
+            give_gradients(model, number)
+            if stepped is optimizer:
+                hand_over(adamw, optimizer)
+            stepped.step()
+        weights.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
 
 
 @pytest.mark.parametrize("named", [False, True])

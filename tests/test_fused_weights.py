@@ -422,13 +422,16 @@ def test_fewer_key_heads_are_read_or_follow_from_the_outputs(name):
     module = attention("MyAttention", "qkv_proj", (heads + 2 * groups) * size, num_heads=heads, head_dim=size,
                        **({name: groups} if name else {}))
     with pytest.raises(ValueError, match=r"Possible: {'rows': \[128, 32, 32\]} or "
-                                         r"{'rows': \[64, 16, 16\], 'repeat': 2}, or one matrix"):
+                                         r"{'rows': \[64, 16, 16\], 'repeat': 2}, or one matrix") as told:
         found(within(attn=module))
+    assert ("2 key and value heads" in str(told.value)) == bool(name)
 
 
 def test_sizes_that_are_unknown_are_no_reason_to_stay_whole():
     with pytest.raises(ValueError, match="qkv_proj.weight .*Possible: sizes that add up to the outputs, or one matrix"):
         found(within(attn=attention("MyAttention", "qkv_proj", 3 * E + 8, num_heads=H, head_dim=D)))
+    with pytest.raises(ValueError, match="Possible: sizes that add up"):  # no thirds: 8 and 3 do not fit
+        found(within(attn=attention("MyAttention", "qkv_proj", 3 * E, num_heads=8, num_kv_heads=3)))
     grouped = attention("MyAttention", "c_attn", ALL, **GROUPED)
     with pytest.raises(ValueError, match="c_attn.weight .* looks like a fused weight"):
         found(within(attn=grouped))
@@ -505,6 +508,15 @@ def test_a_split_by_name_can_be_of_a_weight_stored_transposed():
     assert named(model, {"qkv": both}, None)["layers.0.a.qkv.weight"] == ("flatten", True)
 
 
+@pytest.mark.parametrize("form", [None, {"rows": [E, 2 * E]}, {**QKV, "transposed": True}])
+def test_a_split_by_name_that_contradicts_the_attribute_is_refused(form):
+    model = within(a=attention("A", "qkv", 3 * E))
+    model.get_parameter("layers.0.a.qkv.weight").muon_split = {"rows": (E, E, E)}
+    with pytest.raises(ValueError, match="qkv.weight of shape .* has two splits: .* by its attributes, and .* by name"):
+        named(model, {"qkv": form}, None)
+    assert named(model, {"qkv": QKV}, None)["layers.0.a.qkv.weight"] == (QKV, False)  # lists and tuples are alike
+
+
 def test_splits_by_name_step_as_those_of_groups():
     torch.manual_seed(0)
     steps = []
@@ -544,8 +556,10 @@ def test_wrong_splits_by_name_are_refused(by_name, error, message):
     model.add_module("embed", nn.Embedding(9, E))
     model.add_module("layers", nn.ModuleList([kind("Block", a=attention("A", "qkv", 3 * E))]))
     model.add_module("norm", nn.LayerNorm(E))
+    lines = []
     with pytest.raises(error, match=message):
-        named(model, by_name, None)
+        named(model, by_name, None, report=lines.append)
+    assert bool(lines) == ("goes to AdamW" in message)  # the report says why
 
 
 def test_reports_show_splits_of_attributes_without_an_argument():

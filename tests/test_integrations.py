@@ -155,6 +155,8 @@ def test_named_splits_have_patterns_of_configs():
     told = r"named_splits='q_proj' matches no trainable parameter.*a glob of the whole name, or 're:' and a regex"
     with pytest.raises(ValueError, match=told):
         built(named_splits={"q_proj": {"heads": 2}})
+    with pytest.raises(TypeError, match=r'such as {"re:qkv"'):
+        built(named_splits=["q_proj"])
 
 
 def test_the_advice_for_a_weight_that_looks_fused_is_in_terms_of_configs():
@@ -546,11 +548,15 @@ def test_stages_keep_the_patterns_that_concern_them():
     overrides = {"lm_head*": {"lr": 1.0}, "*.q*": {"lr": 2.0}}
     config = {"lr": 0.1, "adamw": ["embed*", "*.up.weight"], "overrides": overrides}
     names = ["layers.0.q_proj.weight", "layers.0.up.weight"]
-    assert of_part(config, names) == {
+    assert of_part(config, names, names) == {
         "lr": 0.1, "adamw": ["*.up.weight"], "overrides": {"*.q*": {"lr": 2.0}}, "allow_no_matrices": True}
     # The first override that matches a name counts, so one behind it that matches no further name is left out
     shadowed = {"*.q*": {"lr": 2.0}, "layers.0.q*": {"lr": 3.0}}
-    assert of_part({"overrides": shadowed}, names)["overrides"] == {"*.q*": {"lr": 2.0}}
+    assert of_part({"overrides": shadowed}, names, names)["overrides"] == {"*.q*": {"lr": 2.0}}
+    # All splits count; a pattern that matches only vectors of a part is left out
+    splits = {"*.q*": {"heads": 2}, "re:q_proj": {"heads": 2}, "*.bias": None, "lm_head*": None}
+    kept = of_part({"named_splits": splits}, [*names, "layers.0.up.bias"], names)["named_splits"]
+    assert kept == {"*.q*": {"heads": 2}, "re:q_proj": {"heads": 2}}
     with pytest.warns(UserWarning, match="overrides: 'layers.0.q\\*' matches no"):
         warn({"overrides": shadowed}, names)
     with pytest.warns(UserWarning, match="adamw: 'embed\\*' matches no trainable parameter of this rank's parts"):

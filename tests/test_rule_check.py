@@ -37,7 +37,8 @@ def test_numbers_that_nothing_fills_are_refused():
     ("afterr", "after"), ("befor", "before"), ("optons", "options"), ("states", "state"), ("Before", "before")])
 def test_a_misspelt_member_is_refused_and_does_not_step_as_muon(wrong, right):
     base = part("rules.rule").Rule
-    members = {wrong: lambda self, O, units: O * 2, "_afterwards": 1, "halved": lambda self, O: O / 2}
+    members = {wrong: lambda self, O, units: O * 2, "_afterwards": 1, "halved": lambda self, O: O / 2,
+               **dict.fromkeys(("checks", "writer", "updated", "start", "names", "batches"), 1)}
     with pytest.raises(ValueError, match=f"`{wrong}`, which the package never reads: did you mean `{right}`"):
         check(type("Mine", (base,), members))
     check(type("Mine", (base,), {key: value for key, value in members.items() if key != wrong}))  # helpers are

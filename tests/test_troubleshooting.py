@@ -119,6 +119,7 @@ def test_the_page_has_every_message():
 def test_every_row_of_the_page_is_a_message():
     listed = entries()
     assert len(listed) == len(set(listed)) > 300
+    assert re.findall(r"^\| .+ \| *\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE) == []  # each says what to do
     assert set(listed) - {entry_of(text, listed) for text in messages()} == set()
 
 

@@ -135,13 +135,15 @@ def _groups(model: nn.Module, grouping: Mapping) -> list[dict]:
         grouping["report"] = print if report and is_first else None
     try:
         return get_default_muon_param_groups(model, **grouping)
-    except ValueError as error:
-        raise ValueError(_as_of_config(str(error))) from error
+    except (TypeError, ValueError) as error:
+        raise type(error)(_as_of_config(str(error))) from error
 
 
 def _as_of_config(message: str) -> str:
     """A message of `get_default_muon_param_groups` with the patterns and keys of configs."""
-    message = message.replace("named_splits={'", "named_splits={'re:")
+    message = message.replace("named_splits={'", "named_splits={'re:").replace(
+        'such as {"qkv"', 'such as {"re:qkv"'
+    )
     message = message.replace(
         "set the key `split` of a group yourself", f"set split in {OVERRIDES}: {{pattern: ...}}"
     )

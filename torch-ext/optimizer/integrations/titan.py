@@ -13,6 +13,9 @@ from torch import nn
 from .config import OVERRIDES, ConfigError, in_config_terms, patterns
 from .factory import WHERE, MuonFactory
 
+OF_MAPPINGS = ("named_splits", OVERRIDES)  # keys of a config that map patterns to values
+KEYS_WITH_PATTERNS = ("adamw", "muon", *OF_MAPPINGS)
+
 
 def torchtitan_muon(lr: float = 8e-4, **values: object) -> object:
     """The config of an `OptimizersContainer` of torchtitan with `Muon` for each part of a model, in
@@ -30,7 +33,7 @@ def _matching(key: str, given: object, names: Iterable[str]) -> object:
     """`given`, the patterns under `key` of the config, without those that match none of `names`. Of
     `overrides` only the first pattern that matches a name counts.
     """
-    if key == OVERRIDES and not isinstance(given, Mapping):
+    if key in OF_MAPPINGS and not isinstance(given, Mapping):
         return given  # `MuonFactory` says what is wrong
     left, found = list(names), []
     for pattern in patterns(key, list(given) if isinstance(given, Mapping) else given):
@@ -39,24 +42,29 @@ def _matching(key: str, given: object, names: Iterable[str]) -> object:
             found.append(pattern.__name__)
         if key == OVERRIDES:
             left = rest
-    return {text: given[text] for text in found} if key == OVERRIDES else found
+    return {text: given[text] for text in found} if key in OF_MAPPINGS else found
 
 
-def _values_of_part(values: dict[str, object], names: list[str]) -> dict[str, object]:
-    """The values of a config for a part of a model with parameters `names`."""
+def _values_of_part(
+    values: dict[str, object], names: list[str], matrices: list[str]
+) -> dict[str, object]:
+    """The values of a config for a part of a model with parameters `names`, of which `matrices`
+    are no vectors.
+    """
     part = {"allow_no_matrices": True, **values}
-    for key in ("adamw", "muon", OVERRIDES):
+    for key in KEYS_WITH_PATTERNS:
         if part.get(key):
-            part[key] = _matching(key, part[key], names)
+            # Patterns of splits pass over vectors, and a pattern of vectors alone is an error
+            part[key] = _matching(key, part[key], matrices if key == "named_splits" else names)
     return part
 
 
 def _check_patterns(values: dict[str, object]) -> None:
     """Raise ConfigError for a value of the config that should be a pattern and is none."""
     with in_config_terms(WHERE):
-        for key in ("adamw", "muon", OVERRIDES):
+        for key in KEYS_WITH_PATTERNS:
             given = values.get(key)
-            if key != OVERRIDES:
+            if key not in OF_MAPPINGS:
                 patterns(key, given)
             elif isinstance(given, Mapping):
                 patterns(key, list(given))
@@ -64,9 +72,9 @@ def _check_patterns(values: dict[str, object]) -> None:
 
 def _warn_unmatched(values: dict[str, object], names: list[str]) -> None:
     """Warn of each pattern that matches none of `names`, the parameters of all parts."""
-    for key in ("adamw", "muon", OVERRIDES):
+    for key in KEYS_WITH_PATTERNS:
         given = values.get(key) or ()
-        if key == OVERRIDES and not isinstance(given, Mapping):
+        if key in OF_MAPPINGS and not isinstance(given, Mapping):
             continue
         texts = {given} if isinstance(given, str) else set(given)
         for text in sorted(texts - set(_matching(key, given, names))):
@@ -109,7 +117,11 @@ def _container() -> type:
             _check_patterns(config.muon)
             _warn_unmatched(config.muon, sum(names, []))
             for number, (part, of_part) in enumerate(zip(model_parts, names)):
-                optimizer = MuonFactory()(part, **_values_of_part(config.muon, of_part))
+                matrices = [canonical_fqn(n) for n, p in part.named_parameters() if p.ndim > 1]
+                values = _values_of_part(
+                    config.muon, of_part, [n for n in of_part if n in matrices]
+                )
+                optimizer = MuonFactory()(part, **values)
                 self.optimizers.append(optimizer)
                 labels = [group["name"] for group in optimizer.param_groups]
                 self._log_optimizer(optimizer, number, labels)

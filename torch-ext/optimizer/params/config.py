@@ -49,6 +49,8 @@ def _meant(
             "it is a key of parameter groups. For models, get_default_muon_param_groups has "
             'split="auto", and named_splits for forms by name'
         )
+    if argument == "use_muon":
+        return "it is a key of parameter groups, False for groups of AdamW"
     if argument in OF_DEFAULT_GROUPS:
         return "pass it to get_default_muon_param_groups"
     if argument in OF_NORMUON:
@@ -60,7 +62,7 @@ def _meant(
     name = OTHER_NAMES.get(low)
     others = [*options, *OF_NORMUON, *OF_DEFAULT_GROUPS, *owners_of_options()]
     found = [name] if name else difflib.get_close_matches(low, known, 2, 0.6)
-    found = found or difflib.get_close_matches(low, dict.fromkeys(others), 2, 0.6)
+    found = found or difflib.get_close_matches(low, dict.fromkeys(others), 2, 0.8)
     if found:
         return f"did you mean {' or '.join(map(repr, found))}?"
     own = [name for name in known if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
@@ -112,13 +114,19 @@ class MuonConfig:
         `function`: `Muon.__init__`, whose parameters a message names. `rule`: given with them.
 
         A 1-D DeviceMesh as process_group is replaced by its process group. Raises TypeError for an
-        unknown argument, ValueError for a mesh of several dims.
+        unknown argument, ValueError for a mesh of several dims or a text as process_group.
         """
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
             raise TypeError(
                 f"there is no argument {shortened(repr(unknown[0]))}: "
                 f"{_meant(unknown[0], inspect.signature(function).parameters, options_of(rule))}"
+            )
+        if isinstance(given.get("process_group"), str):
+            raise ValueError(
+                f"process_group={shortened(repr(given['process_group']))} is a text: pass the "
+                "process group itself, such as dist.group.WORLD (names are for configs of "
+                "MuonFactory)"
             )
         if "process_group" in given:
             given = {**given, "process_group": group_of_mesh(given["process_group"])}
@@ -292,13 +300,8 @@ def check_own_process_group(given: object, options: MuonConfig) -> None:
 def group_of_mesh(given: object) -> object:
     """The process group of a 1-D DeviceMesh; any object but a DeviceMesh is returned unchanged.
 
-    Raises ValueError for a DeviceMesh of several dims, and for a text.
+    Raises ValueError for a DeviceMesh of several dims.
     """
-    if isinstance(given, str):
-        raise ValueError(
-            f"process_group={shortened(repr(given))} is a text: pass the process group itself, "
-            "such as dist.group.WORLD (names are for configs of MuonFactory)"
-        )
     # While the module of DeviceMesh has not been imported, no mesh can exist; importing is slow
     module = sys.modules.get("torch.distributed.device_mesh")
     if module is None or not isinstance(given, module.DeviceMesh):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,7 +86,7 @@ class Row:
     why: str  # reason in words, or the user's pattern
     found: Found = Found()  # noqa: RUF009, immutable: how the parameter is split
     matrices: int = 0  # number of matrices of a parameter with a split
-    is_keyed: bool = True  # whether the group says the split, not only the parameter's attributes
+    is_keyed: bool = True  # whether the split is a key of the group, not only an attribute
 
     @property
     def use_muon(self) -> bool:
@@ -177,7 +177,7 @@ def get_default_muon_param_groups(
     # Before the next errors: the table shows why parameters do not go to Muon
     if report is not None:
         report(table(rows))
-    _refuse_ignored_splits(split_model)
+    _refuse_ignored_splits(split_model, [pattern for pattern, _ in named])
     if not any(row.use_muon for row in rows) and not (allow_no_matrices and rows):
         raise ValueError(
             "no parameter of the model goes to Muon: it has no trainable 2-D weight or 3-D stack "
@@ -193,10 +193,19 @@ def get_default_muon_param_groups(
     return [_group(members, adamw_lr) for _, members in ordered if members]
 
 
-def _refuse_ignored_splits(split_model: list[tuple[Row, nn.Parameter]]) -> None:
+def _refuse_ignored_splits(
+    split_model: list[tuple[Row, nn.Parameter]], named: list[Pattern]
+) -> None:
     """Raise ValueError, naming the first parameter, if a parameter with an attribute `muon_split`
-    or `muon_transposed` goes to AdamW, which would ignore the attribute.
+    or `muon_transposed`, or with a split by one of `named`, goes to AdamW, which cuts nothing.
     """
+    for pattern in [pattern for pattern in named if pattern.ignored]:
+        row = pattern.ignored
+        raise ValueError(
+            f"parameter {row.name} of shape {row.shape} matches {pattern}, but goes to AdamW "
+            f"({row.why}), which steps elements, and cuts nothing. Narrow the pattern, or pass the "
+            "parameter's name as muon= as well"
+        )
     for row, param in split_model:
         if not row.use_muon and (demanded := demanded_split(param)):
             raise ValueError(
@@ -228,7 +237,9 @@ def _find_splits(
         if row.use_muon and found is None:
             # The optimizer reads attributes itself, so the group stays unchanged
             found, row = split_of_attributes(param), replace(row, is_keyed=False)
-        if found not in (None, Found()):
+        elif row.use_muon:
+            _refuse_two_splits(row, param, found)
+        if row.use_muon and found not in (None, Found()):
             row = _with_split(row, found, param)
         result.append((row, param))
     if refused:
@@ -236,6 +247,20 @@ def _find_splits(
         others = f" (parameters like it: {_some(list(refused))})" if len(refused) > 1 else ""
         raise ValueError(f"{first}{others}")
     return result
+
+
+def _refuse_two_splits(row: Row, param: nn.Parameter, found: Found) -> None:
+    """Raise ValueError, naming the parameter, if its attributes demand another split than `found`,
+    the split by its name.
+    """
+    own = split_of_attributes(param)
+    if own is None or own == found:
+        return
+    if _with_split(row, own, param).found and parse(*own) != parse(*found):
+        raise ValueError(
+            f"parameter {row.name} of shape {row.shape} has two splits: {describe(own) or None} by "
+            f"its attributes, and {describe(found) or None} by named_splits. Remove one of the two"
+        )
 
 
 def _with_split(row: Row, found: Found, param: nn.Parameter) -> Row:
@@ -288,6 +313,7 @@ class Pattern:
         self.given = given
         self.found = False  # whether any parameter has matched
         self.found_vectors = False  # of `named_splits`: whether a vector has matched
+        self.ignored: Row | None = None  # of `named_splits`: the first match that goes to AdamW
         if not (isinstance(given, (str, re.Pattern)) or callable(given)):
             raise ValueError(
                 f"{argument} holds {shortened(repr(given))}, but only regular expressions and "
@@ -357,6 +383,9 @@ def _named_patterns(given: Mapping[PatternLike, object] | None) -> list[tuple[Pa
             transposed = form.get("transposed", False)
             rest = {name: value for name, value in form.items() if name != "transposed"} or None
             form = form["split"] if rest and rest.keys() == {"split"} else rest
+        if isinstance(form, Mapping):  # equal sizes are equal forms, and may be saved
+            form = {k: list(v) if isinstance(v, Sequence) and not isinstance(v, str) else v
+                    for k, v in form.items()}  # fmt: skip
         try:
             if not isinstance(transposed, bool):
                 raise TypeError(f"transposed={transposed!r} must be True or False")
@@ -371,8 +400,8 @@ def _named_split(
     row: Row, param: nn.Parameter, places: list[Place], named: list[tuple[Pattern, Found]]
 ) -> Found | None:
     """The split of a parameter by its name; None without one. Sets `found` of the patterns.
-
-    Raises ValueError if two patterns contradict, or if the parameter goes to AdamW.
+    Sets `ignored` of a pattern if the parameter goes to AdamW. Raises ValueError if two patterns
+    contradict.
     """
     if param.ndim < 2:  # "qkv" is meant for the weight, not for its bias
         for pattern, _ in named:
@@ -391,10 +420,7 @@ def _named_split(
                 "the patterns"
             )
     if not row.use_muon:
-        raise ValueError(
-            f"{name} matches {pattern}, but goes to AdamW ({row.why}), which steps elements, and "
-            "cuts nothing. Narrow the pattern, or pass the parameter's name as muon= as well"
-        )
+        pattern.ignored = pattern.ignored or row
     return found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import difflib
 import sys
 import traceback
@@ -40,6 +41,11 @@ SHAPE = 3, 128, 64
 # Attributes of `Rule` that the trial does not check, and the engine relies on
 INNER = ("selection", "has_radius", "adjust_lr_fn")
 PACKAGE = __name__.rsplit(".", 2)[0]
+# Names of `Rule` for rules of users, and words close to them that may be names of helpers
+OVERRIDABLE = ("update", "before", "after", "write", "check", "state", "options", "sends",
+               "reads_weight", "batched")  # fmt: skip
+HELPERS = {"updates", "updated", "updater", "writes", "writer", "checks", "checked", "checker",
+           "batches"}  # fmt: skip
 
 
 def take_options(rule: object, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -151,12 +157,16 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
 def _hint(error: Exception, rule: type[Rule]) -> str:
     """Return the likely cause of an error in a phase, the end of a message; "" if unknown."""
     if isinstance(error, AttributeError) and isinstance(error.obj, Units):
-        return f". Options are read as units.numbers.{error.name}"
+        if error.name in rule.options:
+            return f". Options are read as units.numbers.{error.name}"
+        known = [f.name for f in dataclasses.fields(Units) if f.repr]
+        return f". Units have {', '.join(known)}"
     if isinstance(error, KeyError):
         declared = [state.key for state in rule.state]
         return f". Declared in `state` are {declared}, in `sends` {list(rule.sends)}"
     if isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error):
-        return "" if rule.reads_weight else ". units.weight is None without reads_weight = True"
+        if not rule.reads_weight and None not in rule.options.values():
+            return ". units.weight is None without reads_weight = True"
     return ""
 
 
@@ -164,9 +174,8 @@ def _check_spelling(own: set[str], name: str) -> None:
     """Raise ValueError if a class has an attribute that is close to a name of `Rule`, and would
     therefore step as plain Muon. `own`: the attributes of the class and its bases below `Rule`.
     """
-    known = [key for key in vars(Rule) if not key.startswith("_") and key not in INNER]
-    for key in sorted(own - vars(Rule).keys()):
-        close = difflib.get_close_matches(key, known, 1, 0.8)
+    for key in sorted(own - vars(Rule).keys() - HELPERS):
+        close = difflib.get_close_matches(key.lower(), OVERRIDABLE, 1, 0.85)
         if close and not key.startswith("_"):
             raise ValueError(
                 f"rule {name!r} has `{key}`, which the package never reads: did you mean "

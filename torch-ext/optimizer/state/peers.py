@@ -262,9 +262,11 @@ def candidates(keys: Iterable[str], state_keys: Iterable[str]) -> list[str]:
 
 def going_on_from_adamw(keys: Iterable[str], key: str) -> str:
     """Return advice, the end of a message, if the keys of state or of all groups are those of an
-    AdamW that stepped all parameters; else "". `key`: a key of AdamW.
+    AdamW that stepped all parameters; else "". `key`: "exp_avg" of state, or "betas" of groups.
     """
-    if key not in keys or any("momentum" in str(other) for other in keys):
+    others = {"exp_avg": "exp_avg_sq", "betas": "eps"}  # Lion has no other
+    has_both = key in keys and others[key] in keys
+    if not has_both or any("momentum" in str(other) for other in keys):
         return ""
     return ". AdamW's averages can become momentum: docs/migration.md, From AdamW"
 
@@ -293,7 +295,7 @@ def check_source(number: int, group: dict, saved: dict) -> None:
         )
     # Adam and AdamW write amsgrad, too: the group is NAdam's or RAdam's, with averages as AdamW's,
     # but another step
-    if "decoupled_weight_decay" in saved and "amsgrad" not in saved:
+    if "decoupled_weight_decay" in set(saved) - set(group) and "amsgrad" not in saved:
         name = "NAdam" if "momentum_decay" in saved else "RAdam"
         raise ValueError(
             f"{where} torch.optim.{name}, whose step from these averages is another one than "

@@ -5,8 +5,9 @@ Mamba layer. layouts.py reads the sizes of the projections from the classes, the
 config of the modules. The functions below look at one parameter, apply the first rule for it, and
 check the sizes against its shape.
 
-A name alone decides nothing. A weight that looks fused by name and shape, in a class without a
-rule, may hold its projections in more than one order: the error lists the possible splits.
+A name alone never chooses a split. A weight that looks fused by name and shape, or has q, k and v
+in its name, in a class without a rule, may hold its projections in more than one order: the error
+lists the possible splits.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def _checked(found: Found, weight: Weight) -> Found:
 def _how(weight: Weight) -> str:
     """Advice for a weight whose parts cannot be told, with a pattern of its name."""
     parts = weight.name.removesuffix(".weight").split(".")[-2:]
-    pattern = ".".join(parts if not parts[0].isdigit() else parts[1:])
+    pattern = ".".join(parts[1:] if parts[0].isdigit() and parts[1:] else parts)
     return (
         f"Say which parts it holds by its name, for example named_splits={{{pattern!r}: "
         '{"rows": [sizes]}} (None: one matrix), or leave out `split` and set the key `split` of a '

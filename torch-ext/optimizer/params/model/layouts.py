@@ -135,7 +135,8 @@ class Weight:
 
     def facts(self) -> str:
         """The numbers found around the weight, for messages."""
-        heads, kv_heads, head_dim = self.heads()
+        heads, _, head_dim = self.heads()
+        kv_heads = self.number(*KV_HEADS)
         numbers = {"heads": heads, "key and value heads": kv_heads, "head size": head_dim}
         found = [f"{count} {what}" for what, count in numbers.items() if count]
         return ", ".join([*found, f"{self.outputs} outputs", f"{self.inputs} inputs"])
@@ -485,7 +486,8 @@ def _looks_like_q_k_v(weight: Weight) -> list[Blocks] | None:
         return None
     heads, kv_heads, head_dim = _fitting_heads(weight)
     if not heads or not head_dim:
-        candidates = [equal(3)(weight)]
+        known = weight.number(*KV_HEADS)  # thirds would contradict fewer key heads
+        candidates = [] if known and known != weight.number(*HEADS) else [equal(3)(weight)]
     else:
         queries, keys = heads * head_dim, kv_heads * head_dim
         in_turns = queries // kv_heads, head_dim, head_dim
