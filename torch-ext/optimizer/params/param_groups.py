@@ -132,9 +132,8 @@ def get_default_muon_param_groups(
     (rows), and in output projections the columns of each head. None: each weight is one matrix.
     named_splits: {pattern: form of a split} for matrices by name, which `split` then leaves alone.
     A form may also have the key "transposed", or be {"split": form, "transposed": True}; None is
-    one matrix. Unlike the attribute
-    `muon_split`, which fully_shard drops, names outlast sharding. report: a function called with
-    the groups as a printable table, for example `print`.
+    one matrix. Names outlast sharding, unlike the attribute `muon_split`, which fully_shard drops.
+    report: a function called with the groups as a printable table, for example `print`.
 
     Raises ValueError if nothing goes to Muon, if a pattern matches no trainable parameter, if a
     parameter matches patterns of both kinds or cannot be stepped by Muon, if a parameter that goes
