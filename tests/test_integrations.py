@@ -558,10 +558,12 @@ def test_stages_keep_the_patterns_that_concern_them():
     kept = of_part({"named_splits": splits}, [*names, "layers.0.up.bias"], names)["named_splits"]
     assert kept == {"*.q*": {"heads": 2}, "re:q_proj": {"heads": 2}}
     with pytest.warns(UserWarning, match="overrides: 'layers.0.q\\*' matches no"):
-        warn({"overrides": shadowed}, names)
+        warn({"overrides": shadowed}, names, names)
     with pytest.warns(UserWarning, match="adamw: 'embed\\*' matches no trainable parameter of this rank's parts"):
         with pytest.warns(UserWarning, match="overrides: 'lm_head\\*' matches no"):
-            warn(config, names)
+            warn(config, names, names)
+    with pytest.warns(UserWarning, match="named_splits: '\\*.bias' matches no"):
+        warn({"named_splits": {"*.q*": {"heads": 2}, "*.bias": None}}, [*names, "layers.0.up.bias"], names)
 
 
 def test_no_framework_needs_more_than_five_lines_of_code():

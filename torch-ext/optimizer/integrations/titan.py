@@ -70,14 +70,17 @@ def _check_patterns(values: dict[str, object]) -> None:
                 patterns(key, list(given))
 
 
-def _warn_unmatched(values: dict[str, object], names: list[str]) -> None:
-    """Warn of each pattern that matches none of `names`, the parameters of all parts."""
+def _warn_unmatched(values: dict[str, object], names: list[str], matrices: list[str]) -> None:
+    """Warn of each pattern that matches none of `names`, the parameters of all parts; of splits,
+    none of `matrices`.
+    """
     for key in KEYS_WITH_PATTERNS:
         given = values.get(key) or ()
         if key in OF_MAPPINGS and not isinstance(given, Mapping):
             continue
         texts = {given} if isinstance(given, str) else set(given)
-        for text in sorted(texts - set(_matching(key, given, names))):
+        of_key = matrices if key == "named_splits" else names
+        for text in sorted(texts - set(_matching(key, given, of_key))):
             warnings.warn(
                 f"{key}: {text!r} matches no trainable parameter of this rank's parts: right for "
                 "pipeline stages on other ranks, else correct the pattern",
@@ -110,18 +113,16 @@ def _container() -> type:
                     "supported with Muon: use overrides={pattern: {...}} and state_dtype='bf16'"
                 )
             self.model_parts, self.optimizers = model_parts, []
-            names = [
-                [canonical_fqn(name) for name, p in part.named_parameters() if p.requires_grad]
+            trained = [
+                {canonical_fqn(n): p.ndim for n, p in part.named_parameters() if p.requires_grad}
                 for part in model_parts
             ]
+            names = [list(dims) for dims in trained]
+            matrices = [[name for name in dims if dims[name] > 1] for dims in trained]
             _check_patterns(config.muon)
-            _warn_unmatched(config.muon, sum(names, []))
-            for number, (part, of_part) in enumerate(zip(model_parts, names)):
-                matrices = [canonical_fqn(n) for n, p in part.named_parameters() if p.ndim > 1]
-                values = _values_of_part(
-                    config.muon, of_part, [n for n in of_part if n in matrices]
-                )
-                optimizer = MuonFactory()(part, **values)
+            _warn_unmatched(config.muon, sum(names, []), sum(matrices, []))
+            for number, (part, *of_part) in enumerate(zip(model_parts, names, matrices)):
+                optimizer = MuonFactory()(part, **_values_of_part(config.muon, *of_part))
                 self.optimizers.append(optimizer)
                 labels = [group["name"] for group in optimizer.param_groups]
                 self._log_optimizer(optimizer, number, labels)
