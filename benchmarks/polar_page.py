@@ -58,6 +58,8 @@ def main() -> None:
     tasks, left = not_measured(options), []
     if options.jobs and polar.DEVICE == "cuda" and tasks:
         compile_side_by_side(tasks, options)
+    if options.tuning_ms:
+        peers.tune_for(options.tuning_ms, options.peers)
     package = Package()
     for shape, (name, count) in tasks:
         hold(options.pause)
@@ -125,6 +127,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--burst-ms", type=float, default=5.0, help="about how long a burst lasts")
     parser.add_argument("--rest-ms", type=float, default=10.0, help="how long the GPU rests before each burst")
     parser.add_argument("--jobs", type=int, default=0, help="processes that fill the compilers' caches beforehand")
+    parser.add_argument("--tuning-ms", type=float, default=0, help="for how long Triton's tuner times a configuration")
     parser.add_argument("--docs", default=None, help="folder of documents: write the table, and measure nothing")
     add_output(parser, COLUMNS, "polar_page.csv")
     options = parser.parse_args()

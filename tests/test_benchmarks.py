@@ -369,6 +369,18 @@ def test_processes_share_the_configurations_of_tuned_kernels(monkeypatch):
     assert sorted(sum(taken[:5], [])) == [0, 1, 2, 3, 4] and all(taken)
 
 
+def test_configurations_are_timed_for_as_long_as_one_says(monkeypatch):
+    """Triton's tuner calls do_bench of its own: the attribute of the instance is what it finds."""
+    triton = pytest.importorskip("triton")
+    kernel = triton.autotune([triton.Config({}), triton.Config({}, num_warps=8)], [])(triton.jit(stand_in))
+    peers, called = load("peers", monkeypatch), []
+    stand_in(monkeypatch, "flash_muon.matmul_transpose_triton", mmt_kernel=kernel)
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, **how: called.append(how))
+    peers.tune_for(20, ["gns", "flash_muon"])
+    kernel.do_bench(None, quantiles=(0.5,))
+    assert called == [{"warmup": 5, "rep": 20, "quantiles": (0.5,)}]
+
+
 def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
     (tmp_path / "old.csv").write_text("commit,gpu\n")
     done = run_script(FOLDER / "polar.py", "--out", tmp_path / "old.csv")
