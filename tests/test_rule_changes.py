@@ -5,6 +5,8 @@ that creates state.
 from __future__ import annotations
 
 import sys
+import types
+import warnings
 
 import pytest
 import torch
@@ -201,6 +203,24 @@ def test_classes_that_a_function_makes_need_names(optimizer):
     with pytest.raises(ValueError, match="Made is defined again with other values.*`name`"):
         optimizer.Muon(weights(), rule=make(5.0))
     optimizer.Muon(weights(), rule=make(5.0, name="five times"))
+
+
+def test_a_class_that_is_defined_again_warns_if_it_changed(optimizer):
+    """As after an edit of a notebook: optimizers that exist would step with the new class, once they plan anew."""
+    module = types.ModuleType("notebook")
+    cell = "class Edited(Rule):\n    def after(self, O, units):\n        return O * {}\n"
+
+    def run(factor):
+        exec(cell.format(factor), vars(module))
+        optimizer.Muon(weights(), rule=module.Edited)
+
+    vars(module).update(__name__="notebook", Rule=optimizer.Rule)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for factor in (0.5, 0.5, 2.0, 2.0):
+            run(factor)
+    (warning,) = [str(one.message) for one in found]
+    assert "rule 'Edited': Edited is defined again with other values" in warning
 
 
 def test_the_step_that_creates_state_changes_nothing(optimizer):

@@ -65,6 +65,7 @@ from ..kernels.elementwise.weight_update import ALL
 from ..kernels.quantized.blocks import BLOCK, is_quantized
 from ..newton_schulz import coefficients
 from ..newton_schulz.selection import Selection
+from ..params.errors import warn_caller
 from ..params.units import WHOLE, Split
 from .decay import INITIAL_KEY, form_of, rate_of
 from .elementwise import DTYPE_KEY, averages_of, elementwise_of, step_size
@@ -337,9 +338,10 @@ def options_of(rule: object) -> Mapping[str, Any]:
 def register(rule: type[Rule]) -> type[Rule]:
     """Add a class to `RULES` and its state to `STATES`; return the class.
 
-    A class of equal module and name is replaced, as after an edit in a notebook. Raises ValueError
-    for a name, or a state key with another meaning, that another rule has, and for a class that a
-    function has defined anew with other values: groups know rules by name.
+    A class of equal module and name is replaced, as after an edit in a notebook, with a warning if
+    it has other values. Raises ValueError for a name, or a state key with another meaning, that
+    another rule has, and for a class that a function has defined anew with other values: groups
+    know rules by name.
     """
     name = rule_name(rule)
     known = RULES.get(name)
@@ -348,7 +350,8 @@ def register(rule: type[Rule]) -> type[Rule]:
             f"rule {name!r} of {rule.__module__} has the name of a rule of "
             f"{type(known).__module__}: give the class another `name`"
         )
-    if known is not None and "<locals>" in rule.__qualname__ and not _is_alike(type(known), rule):
+    is_changed = known is not None and not _is_alike(type(known), rule)
+    if is_changed and "<locals>" in rule.__qualname__:
         raise ValueError(
             f"rule {name!r}: {rule.__qualname__} is defined again with other values, and groups "
             "know rules by name: give each such class a `name` of its own, or make the values "
@@ -362,6 +365,13 @@ def register(rule: type[Rule]) -> type[Rule]:
                 f"state {state.key!r} of rule {name!r} is in use by another rule, or by the "
                 "package: give it another key"
             )
+    if is_changed:
+        warn_caller(
+            f"rule {name!r}: {rule.__qualname__} is defined again with other values. Optimizers "
+            "that exist know rules by name, and take the new class when they plan anew, for "
+            "example as soon as other parameters have gradients: build them again, or give the "
+            "class another `name`"
+        )
     STATES.update({state.key: state for state in rule.state})
     RULES[name] = rule()
     PLANNED_OPTIONS.update(rule.planned)
