@@ -490,6 +490,8 @@ def copied(rank, world):
     for model, optimizer in ((one, first), (two, second)):
         with pytest.raises(ValueError, match="process_group='x' is not allowed: it must be a process group of which"):
             optimizer.add_param_group({"params": more[id(model)], "process_group": "x"})
+        with pytest.raises(ValueError, match="rule='x'"):
+            optimizer.add_param_group({"params": more[id(model)], "use_muon": False, "rule": "x"})
         optimizer.add_param_group({"params": more[id(model)], "process_group": expert_group})
         model.backward(3, rank, range(world), True)
         more[id(model)][0].grad = torch.ones(6, 6)

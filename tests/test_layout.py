@@ -297,6 +297,23 @@ def test_ranks_that_do_not_ascend_along_a_sharded_axis_are_refused(ranks, placem
     assert all(run_threads(4, out_of_order, ranks, placements, allowed, fake))
 
 
+def test_state_under_a_fake_mode(optimizer):
+    """State of a sharded parameter whose tensors have no values: positions of a mesh are values, too."""
+    def built(rank, world):
+        from torch._subclasses import FakeTensorMode
+
+        mesh = init_device_mesh("cpu", (world,))
+        with FakeTensorMode():
+            local = torch.empty(16, 128)
+            param = torch.nn.Parameter(DTensor.from_local(local, mesh, [S(0)], run_check=False))
+            muon = optimizer.NorMuon([param], state_dtype=torch.int8)
+            muon.init_state()
+            return {key: tuple(value.shape) for key, value in muon.state[param].items()}
+
+    shapes = {"momentum_buffer": (32, 128), "momentum_scale": (32, 2), "second_moment": (32, 1)}
+    assert run_threads(2, built) == [shapes, shapes]
+
+
 def row_state_on_rank(rank, world, mesh_shape, placements, shape):
     layout, mesh = part("params.layout"), init_device_mesh("cpu", mesh_shape)
     tensor = distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)

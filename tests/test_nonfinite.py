@@ -322,6 +322,25 @@ def test_ranks_that_only_a_chain_of_two_sets_joins_keep_the_step_together(bad, s
         assert scaler or ("on another rank" in said) == (rank != bad)
 
 
+def in_a_chain(rank, world):
+    """Each rank shares a weight with the next; the last weight has a NaN: whether a weight changed, what was raised."""
+    groups, weights = [dist.new_group([i, i + 1]) for i in range(world - 1)], {}
+    for i in {rank - 1, rank} & set(range(world - 1)):
+        weights[i] = nn.Parameter(torch.ones(8, 4))
+        weights[i].grad = torch.full((8, 4), math.nan if i == world - 2 else 1.0)
+    optimizer = package().Muon([{"params": [p], "process_group": groups[i]} for i, p in sorted(weights.items())],
+                               nonfinite="raise")
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    return any(bool((p != 1).any()) for p in weights.values()), str(raised.value)
+
+
+def test_raise_reaches_the_other_end_of_a_chain_of_sets(optimizer):
+    """With all sets in one order twice, the flag went one step against the order, and rank 0 stepped."""
+    for changed, said in run_threads(5, in_a_chain):
+        assert not changed and "no weight and no state has changed" in said
+
+
 def experts_at_home(rank, world, mesh_shape):
     """Experts that are whole on one rank, NaN in one of rank 1's: (whether anything changed, what was raised)."""
     from torch.distributed.tensor import Shard, init_device_mesh

@@ -221,8 +221,13 @@ def test_gradients_of_a_step_that_failed_are_not_taken_for_later_ones(optimizer)
         assert look.is_current(groups, {}) and look.pop_gradients() == {}
 
 
-def test_without_guards_looks_are_whole(optimizer, monkeypatch):
-    monkeypatch.setattr(part("execution.fingerprint"), "TensorGuards", None)
+def of_a_later_torch(*tensors, **given):
+    raise TypeError("incompatible constructor arguments")
+
+
+@pytest.mark.parametrize("guards", [None, of_a_later_torch], ids=["missing", "other arguments"])
+def test_without_guards_looks_are_whole(guards, optimizer, monkeypatch):
+    monkeypatch.setattr(part("execution.fingerprint"), "TensorGuards", guards)
     for change, same in ((nothing, True), (CHANGES["frozen"], False)):
         p = nn.Parameter(torch.ones(4, 6))
         p.grad, state, groups = torch.ones(4, 6), {p: {}}, [{"params": [p]}]

@@ -283,13 +283,13 @@ class Muon(MetricsMethods):
         self._backward_overlap.raise_if_started("add_param_group")
         with in_group(count, param_group):
             param_group = self._own_process_groups.take_key(param_group, self._options)
-            if validation.is_adamw(param_group):
-                check.adopt_elementwise(param_group, self._adamw)
         members = (
             validation.Members(self.param_groups) if self._has_all_groups else self._first_members
         )
         try:
             with in_group(count, param_group):
+                if validation.is_adamw(param_group):
+                    check.adopt_elementwise(param_group, self._adamw)
                 validation.check_param_list(param_group, self.param_groups, members)
                 super().add_param_group(param_group)
                 self._read_rule_and_splits(self.param_groups[-1])

@@ -206,8 +206,10 @@ def run_beside(
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         run(jobs)
-    work()
-    current.wait_stream(stream)
+    try:
+        work()
+    finally:  # also after an error, the next work must not overtake these jobs
+        current.wait_stream(stream)
 
 
 def _labelled(update: BucketUpdate, group: object) -> Running:

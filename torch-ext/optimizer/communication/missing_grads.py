@@ -21,17 +21,20 @@ import torch.distributed as dist
 from ..kernels.backend import capturing
 from ..params import errors
 from ..pipeline import StepHook
+from ..planning.plan import bucket_sort_key
 from ..planning.planner import Plan
 from ..rules.rule import changes_at_lr_0, rule_of
 from .process_groups import ProcessGroups
 
 
 def flag_counts(plans: Sequence[Plan]) -> dict[tuple, int]:
-    """Return {ranks: number of gradients that these ranks compare after a step}."""
+    """Return {ranks: number of gradients that these ranks compare after a step}, in an order equal
+    on all ranks.
+    """
     counts = Counter()
     for plan in plans:
         counts.update(filter(None, map(plan.compared_by, range(len(plan.params)))))
-    return counts
+    return {ranks: counts[ranks] for ranks in sorted(counts, key=bucket_sort_key)}
 
 
 class MissingGradients(StepHook):
@@ -61,7 +64,7 @@ class MissingGradients(StepHook):
         self.has_missing = False  # whether a gradient of this step is missing at this rank
         self.flags = flags or {}
         self.error: Exception | None = None
-        # Whether this step restores `ParamStore.counts_of` and nothing else
+        # Whether this step restores `Store.counts_of` and nothing else
         self.only_counts = False
         # Whether every gradient of this rank was zero in a step that may create state only
         self.all_zero = False
@@ -69,6 +72,9 @@ class MissingGradients(StepHook):
         for plan, store in zip(plans, stores):
             for number in range(len(plan.params)):
                 self.members.setdefault(plan.compared_by(number), []).append((store, number))
+        # The order of `flags`, and so of the all-reduces
+        sets = sorted(self.members, key=bucket_sort_key)
+        self.members = {ranks: self.members[ranks] for ranks in sets}
         # Result of `local_flags` in the usual step, without a loop over parameters
         self.all_present = [True] * sum(
             len(members) for ranks, members in self.members.items() if ranks

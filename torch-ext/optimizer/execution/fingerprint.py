@@ -124,8 +124,9 @@ class StepFingerprint:
         self.specs = list(map(_spec, whole)) if self.placements else []
         self.is_plain = _is_same(local, held)  # no parameter or state is a DTensor
         self.addresses = list(map(torch.Tensor.data_ptr, local))
-        # Guards ignore requires_grad where gradients are disabled, as in `step`
-        with torch.enable_grad():
+        # Guards ignore requires_grad where gradients are disabled, as in `step`. Without guards, as
+        # with another signature in a later torch, every comparison takes the slow check.
+        with torch.enable_grad(), contextlib.suppress(AttributeError, RuntimeError, TypeError):
             self.guards = [
                 TensorGuards(*ts, dynamic_dims_sizes=None, dynamic_dims_strides=None)
                 for ts in (held, gradients, local)[: 2 if self.is_plain else 3]

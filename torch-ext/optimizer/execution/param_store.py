@@ -154,7 +154,8 @@ class Store:
         self.gradients = list(self.raw_gradients)
         for number in self.missing:
             self.gradients[number] = _zeros(self.params[number])
-        for number, placements in self.mismatched.items():
+        # Sorted, since redistribution is collective, and ranks may find them in another order
+        for number, placements in sorted(self.mismatched.items()):
             param = self.params[number]
             with errors.during(
                 f"the redistribution of the gradient of parameter {self.names[number]}"

@@ -290,18 +290,30 @@ def layout_of(
 
 def _dtensor_layout(param: DTensor, shape: tuple[int, ...]) -> Layout:
     """The layout of a DTensor, or of a tensor of global `shape` with equal placements."""
-    mesh = param.device_mesh.mesh
-    sizes = tuple(mesh.shape)
+    sizes = tuple(param.device_mesh.shape)
+    with no_dispatch():  # see [Note: FakeTensorMode]
+        mesh_ranks = param.device_mesh.mesh.flatten().tolist()
     boxes: dict[int, Box] = {}
     replicas: dict[tuple[int, ...], list[int]] = {}
-    for coordinate in (mesh >= 0).nonzero().tolist():  # all coordinates of the mesh
-        rank = int(mesh[tuple(coordinate)])
+    coordinates_of_ranks = itertools.product(*map(range, sizes))  # row-major
+    for rank, coordinate in zip(mesh_ranks, coordinates_of_ranks):
         boxes[rank] = box_at(coordinate, shape, param.placements, sizes)
         # Ranks of one replica have equal coordinates on the replicated axes
         coordinates = tuple(i for i, p in zip(coordinate, param.placements) if p.is_replicate())
         replicas.setdefault(coordinates, []).append(rank)
     ranks = tuple(map(tuple, replicas.values()))
     return Layout(shape, boxes, ranks, plain=False, interleaved=_interleaved(param.placements))
+
+
+def own_layout(param: DTensor, shape: Sequence[int]) -> Layout:
+    """The `layout_of` a tensor of global `shape` with the mesh and placements of `param`, with the
+    box of the calling rank alone: the time does not grow with the mesh.
+    """
+    mesh, shape = param.device_mesh, tuple(shape)
+    box = box_at(mesh.get_coordinate(), shape, param.placements, tuple(mesh.shape))
+    return Layout(
+        shape, {this_rank(): box}, (), plain=False, interleaved=_interleaved(param.placements)
+    )
 
 
 def _interleaved(placements: Sequence[Placement]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, local_of, zeros_of
 from ..params.errors import warn_caller
-from ..params.layout import layout_of, row_chunks, this_rank
+from ..params.layout import own_layout, row_chunks, this_rank
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
@@ -289,9 +289,8 @@ def _row_entries(state: dict) -> list[tuple[str, torch.Tensor]]:
     """
     return [
         (key, value)
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and key in row_sharded_keys()
+        for key in row_sharded_keys()  # sorted: callers move the tensors by collectives
+        if isinstance(value := state.get(key), torch.Tensor)
         and not at_owners.is_at_owners(state, key)
     ]
 
@@ -361,6 +360,6 @@ def _zeros_of_shape(
     if not is_dtensor(param):
         return torch.zeros(shape, dtype=dtype, device=param.device)
     # Not zeros_of: if a parameter is sharded by columns, a single rank stores its state per row
-    box = layout_of(param, shape=shape).boxes[this_rank()]
+    box = own_layout(param, shape).boxes[this_rank()]
     local = torch.zeros([b - a for a, b in box], dtype=dtype, device=param.device)
     return as_dtensor(local, shape, param.device_mesh, param.placements)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ...params import errors
 from ...params.dtensor import as_dtensor, is_dtensor, local_of
 from ...params.errors import names_in
-from ...params.layout import Box, Layout, layout_of, this_rank
+from ...params.layout import Box, Layout, layout_of, own_layout, this_rank
 from ...params.units import Split, splits_of
 from ...planning.memory_model import ALIGNMENT
 from ...planning.plan import bucket_sort_key
@@ -331,7 +331,7 @@ def _to_placements(
     """Return state as a DTensor placed like its parameter from the flat tensors of `owners`."""
     param, me = of.param, this_rank()
     shape = state_shape(param, of.key, of.split)
-    box = layout_of(param, shape=shape).boxes[me]
+    box = own_layout(param, shape).boxes[me]
     flat = flat.to(param.device)
     # Matrices without elements have no owner
     local = torch.zeros([b - a for a, b in box], dtype=flat.dtype, device=flat.device)
