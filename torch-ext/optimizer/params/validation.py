@@ -407,10 +407,11 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
                 and _is_on_gpu(value)
             ):
                 continue
-            number_given = number_of(value)
-            if not (0 <= number_given < most or number_given == most == FP32_MAX):
-                with in_group(number, group):
-                    require(False, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
+            given = number_of(value)
+            if 0 <= given < most or given == most == FP32_MAX:
+                continue
+            with in_group(number, group):
+                require(False, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
         if {type(group.get(key)) for key in FLAGS} != {bool}:
             with in_group(number, group):
                 check_flags(group)
