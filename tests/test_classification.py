@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -308,6 +310,11 @@ ROUTERS = {
     "list": lambda: held(experts=nn.ModuleList(linear(24, 16) for _ in range(5)), wg=linear(5, 16)),
     "inside": lambda: moe(3, router=held(layer=linear(3, 16))), "bare": lambda: moe(3, gate=type(
         "TopKGate", (nn.Module,), {})()), "one row": lambda: moe(3, shared_expert_gate=linear(1, 16)),
+    "experts as wide as they are many": lambda: held(  # Qwen3-Next: 512 experts of inner size 512
+        gate=linear(3, 16), experts=nn.ModuleList(held(gate_proj=linear(3, 16), up_proj=linear(3, 16)) for _ in range(3))),
+    "more experts than inputs": lambda: moe(20, router=linear(20, 16)),
+    "noisy": lambda: moe(3, router=held(w_gate=linear(3, 16), w_noise=linear(3, 16))),
+    "stored the other way": lambda: moe(3, gate=nn.Module()),
     "gate of heads": lambda: held(gate=linear(2, 32)), "by name": lambda: held(modality_router=linear(4, 16)),
 }
 
@@ -315,11 +322,43 @@ ROUTERS = {
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_routers_and_gates_of_few_rows_go_to_adamw(kind):
     layer = ROUTERS[kind]()
-    if kind == "bare":
-        layer.gate.weight = nn.Parameter(torch.randn(3, 16))
+    if kind in ("bare", "stored the other way"):
+        layer.gate.weight = nn.Parameter(torch.randn((3, 16) if kind == "bare" else (16, 3)))
     by_name = split(held(layers=nn.ModuleList([held(mlp=layer), held(mlp=linear(16, 16))])))
     assert {name for name, use_muon in by_name.items() if use_muon and "experts" not in name} == {"layers.1.mlp.weight"}
     assert all(use_muon for name, use_muon in by_name.items() if "experts" in name)
+
+
+def test_biases_of_experts_are_no_second_half_of_a_gated_unit():
+    """The biases of GPT-OSS's experts have the router's shape: its experts are a module, or beside the gate."""
+    shapes = {"up": (3, 16, 24), "up_bias": (3, 24), "down": (3, 24, 16), "down_bias": (3, 16)}
+    other = {"mlp1": (3, 24, 16), "mlp1_b": (3, 24), "mlp2": (3, 16, 24), "mlp2_b": (3, 16)}
+    routed = {f"blocks__0__mlp__experts__{name}": torch.randn(shape) for name, shape in shapes.items()}
+    routed |= {f"blocks__1__mlp__{name}": torch.randn(shape) for name, shape in other.items()}
+    found = taken(blocks__0__mlp__router=linear(3, 16), blocks__1__mlp__gate=linear(3, 16), **routed)
+    assert found == {name for name in routed if not name.endswith(("_bias", "_b"))}
+
+
+def test_a_matrix_beside_a_tensor_of_three_dims():
+    """Layers of splines and raw convolutions hold no experts and no biases; pairs are complex numbers."""
+    splines = type("KANLinear", (nn.Module,), {})()
+    splines.base_weight, splines.spline = nn.Parameter(torch.randn(4, 32)), nn.Parameter(torch.randn(4, 32, 8))
+    shapes = {"W": (16, 16), "kernel": (16, 16, 3), "B": (16, 8, 2)}
+    found = taken(kan=splines, **{f"mixer__{name}": torch.randn(shape) for name, shape in shapes.items()})
+    assert "kan__base_weight" in found and "mixer__W" in found and "mixer__B" not in found
+
+
+def test_marks_of_a_model_against_decay():
+    """The attribute that S4 and Mamba set, and the method of timm's models; gains of the older weight_norm."""
+    model = nest(layers__0=linear(), scan__A_log=torch.randn(8, 4), pos_embed=torch.randn(1, 9, 8), cls=linear(16, 8))
+    model.scan.A_log._no_weight_decay = True
+    model.no_weight_decay = lambda: {"pos_embed", "layers.0.weight"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.nn.utils.weight_norm(model.cls)
+    groups = {group["name"]: group for group in package().get_default_muon_param_groups(model)}
+    assert set(groups["no_decay"]["param_names"]) == {"scan.A_log", "pos_embed", "cls.weight_g"}
+    assert groups["no_decay"]["weight_decay"] == 0 and "layers.0.weight" in groups["muon"]["param_names"]
 
 
 def test_gates_that_are_hidden_layers():

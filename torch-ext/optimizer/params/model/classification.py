@@ -90,6 +90,18 @@ def classify(param: nn.Parameter, places: list[Place], structure: Structure) -> 
             f"parameter {places[0].name} has no shape yet: run the model once before its "
             "parameters are split"
         )
+    kind = _kind(param, places, structure)
+    # Marks of S4 and Mamba, and of timm's models; Muon's matrices decay as a group
+    marked = getattr(param, "_no_weight_decay", False) or any(
+        structure.is_without_decay(place.name) for place in places
+    )
+    if marked and kind.part not in (MUON, NO_DECAY):
+        return Kind(NO_DECAY, f"{kind.why}, marked by the model")
+    return kind
+
+
+def _kind(param: nn.Parameter, places: list[Place], structure: Structure) -> Kind:
+    """`classify`, without marks of the model."""
     # Shape first: a vector is no matrix under any name
     kind = _by_shape(param, "_".join(place.name.rpartition(".")[2] for place in places))
     if kind is not None:
@@ -273,7 +285,7 @@ def _module_type(param: torch.Tensor, place: Place, structure: Structure) -> Kin
 
 def _elementwise(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
     """Tensors that multiply element by element; biases (E, R) of a stack (E, R, C) of experts;
-    magnitudes of weight norm and the like.
+    single rows and columns of parametrizations.
     """
     *path, leaf = place.name.split(".")
     # State-space tensors of S4, whose names are too short to be listed
@@ -281,21 +293,30 @@ def _elementwise(param: torch.Tensor, place: Place, structure: Structure) -> Kin
     if leaf in ELEMENTWISE or leaf.rpartition("_")[2] in SCALES or state:
         return Kind(OTHER, "elementwise")
     beside = [p.shape[:2] for p in _own_parameters(place.module) if p.ndim == 3]
-    if param.ndim == 2 and "weight" not in leaf and param.shape in beside:
+    # "b1", "mlp_b"; a matrix beside a 3-D tensor may have the shape by chance
+    named = re.search(r"(^|_)b([^a-z]|$)", leaf.lower())
+    if param.ndim == 2 and named and param.shape in beside:
         return Kind(NO_DECAY, "bias")
-    # weight_g of torch.nn.utils.weight_norm, beside weight_v; new-style parametrizations by path
-    scale = leaf.endswith("_g") and hasattr(place.module, f"{leaf[:-1]}v")
-    if 1 in param.shape and (scale or "parametrizations" in path):
+    if 1 in param.shape and "parametrizations" in path:
         return Kind(OTHER, "part of a parametrization")
     return None
 
 
+def _gain(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
+    """Magnitudes of torch.nn.utils.weight_norm: weight_g, beside weight_v."""
+    leaf = place.name.rpartition(".")[2]
+    is_gain = leaf.endswith("_g") and hasattr(place.module, f"{leaf[:-1]}v")
+    return Kind(NO_DECAY, "gain of weight norm") if is_gain and 1 in param.shape else None
+
+
 def _packed(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Packed tensors of adapters, and matrices stored with three dims (XLNet), which are no stacks
-    of matrices.
+    """Packed tensors of adapters, complex numbers as pairs, and matrices stored with three dims
+    (XLNet), which are no stacks of matrices.
     """
     if set(place.name.split(".")[-3:]) & set(PACKED):
         return Kind(OTHER, "packed")
+    if param.ndim == 3 and param.shape[-1] == 2:  # torch.view_as_real
+        return Kind(OTHER, "pairs of numbers")
     attention = re.search(r"att(ention|n)", f"{place.name} {type(place.module).__name__}".lower())
     if (
         param.ndim == 3
@@ -344,6 +365,7 @@ def _single(param: torch.Tensor, place: Place, structure: Structure) -> Kind | N
 # The first rule with a result decides. The order matters: a router, for example, may have the shape
 # of a head.
 RULES: tuple[Callable[[torch.Tensor, Place, Structure], Kind | None], ...] = (
+    _gain,
     _module_type,
     _embedding,
     _learned,

@@ -8,6 +8,7 @@ registration, the best available guess at the order of execution.
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -346,35 +347,67 @@ class Structure:
     def is_router(
         self, param: torch.Tensor, path: str, router: bool, gate: bool, linear: bool
     ) -> bool:
-        """Whether `param`, a matrix (rows, columns) at `path`, is a router or a gate of few rows.
+        """Whether `param`, a matrix at `path` with a row for each expert, is a router or a gate of
+        few rows. A named tensor of no linear layer may also have a column for each expert.
 
         router, gate: whether name or type say router or gate. linear: whether the matrix belongs to
         a linear layer of the model; a linear layer with as many rows as there are experts beside it
         is a router under any name.
         """
-        rows, columns = param.shape
         named = router or gate
-        if not (named or linear) or rows >= columns:
+        rows, columns = param.shape
+        if not named and (not linear or rows >= columns):
             return False
-        by_experts = rows in self.expert_counts(path, levels=2 if named else 1)
-        if not (by_experts or router or gate and rows * FEW <= columns):
+        counts = self.expert_counts(path, levels=2 if named else 1)
+        # A 3-D parameter of the linear layer itself is no stack of experts beside it
+        if linear and not named:
+            counts = counts - {
+                p.shape[0] for p in _own_parameters(self.modules[path]) if p.ndim > 2
+            }
+        if not linear and columns < rows and rows not in counts:  # x @ W
+            rows, columns = columns, rows
+        by_experts = rows in counts
+        is_small = rows < columns and (router or gate and rows * FEW <= columns)
+        if not by_experts and not is_small:
             return False
+        # A name and the number of experts decide, whatever is beside the matrix
+        if rows == 1 or router and by_experts:
+            return True
         parent = path.rpartition(".")[0]
         beside = [
             layer for layer in self.layers if _is_below(layer.path, parent) and layer.path != path
         ]
-        # Equal shape beside the matrix: the gate of a gated linear unit
-        twins = [
-            p
-            for layer in beside
-            for p in _own_parameters(layer.module)
-            if p.shape == param.shape and p is not param
-        ]
-        return (
-            rows == 1
-            or not twins
-            and (by_experts or not any(rows in layer.inputs for layer in beside))
+        return not self._has_twin(param, path, parent) and (
+            by_experts or not any(rows in layer.inputs for layer in beside)
         )
+
+    def _has_twin(self, param: torch.Tensor, path: str, parent: str) -> bool:
+        """Whether a matrix of the shape of `param` is beside it, in the module at `parent` or in a
+        child: the other half of a gated linear unit. Layers of experts, which are further down, and
+        biases of a stack of experts do not count.
+        """
+        return any(
+            p is not param and p.shape == param.shape and not _is_bias_of_experts(p, layer.module)
+            for layer in self.layers
+            if layer.path != path and parent in (layer.path, layer.path.rpartition(".")[0])
+            for p in _own_parameters(layer.module)
+        )
+
+    def is_without_decay(self, name: str) -> bool:
+        """Whether a module of the model lists a parameter in its method `no_weight_decay`, as
+        models of timm do: names within the module.
+        """
+        return name in self._without_decay
+
+    @functools.cached_property
+    def _without_decay(self) -> set[str]:
+        """Names of parameters that methods `no_weight_decay` list."""
+        found = set()
+        for path, module in self.modules.items():
+            listed = getattr(module, "no_weight_decay", None)
+            if callable(listed):
+                found.update(f"{path}.{name}" if path else name for name in listed())
+        return found
 
     def expert_counts(self, path: str, levels: int) -> set[int]:
         """The possible numbers of experts beside the module at `path`: lengths of lists, first dims
@@ -441,6 +474,14 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
         for p in module.parameters(recurse=False)
         if not isinstance(p, nn.parameter.UninitializedTensorMixin)
     ]
+
+
+def _is_bias_of_experts(param: torch.Tensor, module: nn.Module) -> bool:
+    """Whether `param`, of `module`, is 2-D with a row for each matrix of a stack (E, R, C) of the
+    module, as long as a row or a column: (E, R) or (E, C).
+    """
+    stacks = [p.shape for p in _own_parameters(module) if p.ndim == 3]
+    return any(tuple(param.shape) in ((e, r), (e, c)) for e, r, c in stacks)
 
 
 def _adapted(module: nn.Module) -> str | None:
