@@ -311,7 +311,8 @@ ROUTERS = {
     "inside": lambda: moe(3, router=held(layer=linear(3, 16))), "bare": lambda: moe(3, gate=type(
         "TopKGate", (nn.Module,), {})()), "one row": lambda: moe(3, shared_expert_gate=linear(1, 16)),
     "experts as wide as they are many": lambda: held(  # Qwen3-Next: 512 experts of inner size 512
-        gate=linear(3, 16), experts=nn.ModuleList(held(gate_proj=linear(3, 16), up_proj=linear(3, 16)) for _ in range(3))),
+        gate=linear(3, 16),
+        experts=nn.ModuleList(held(gate_proj=linear(3, 16), up_proj=linear(3, 16)) for _ in range(3))),
     "more experts than inputs": lambda: moe(20, router=linear(20, 16)),
     "noisy": lambda: moe(3, router=held(w_gate=linear(3, 16), w_noise=linear(3, 16))),
     "stored the other way": lambda: moe(3, gate=nn.Module()),
@@ -344,8 +345,11 @@ def test_a_matrix_beside_a_tensor_of_three_dims():
     splines = type("KANLinear", (nn.Module,), {})()
     splines.base_weight, splines.spline = nn.Parameter(torch.randn(4, 32)), nn.Parameter(torch.randn(4, 32, 8))
     shapes = {"W": (16, 16), "kernel": (16, 16, 3), "B": (16, 8, 2)}
-    found = taken(kan=splines, **{f"mixer__{name}": torch.randn(shape) for name, shape in shapes.items()})
-    assert "kan__base_weight" in found and "mixer__W" in found and "mixer__B" not in found
+    scan = {"x_proj": (2, 12, 8), "D": (2, 12), "A_log": (2, 12, 4)}  # Zamba's heads
+    named = {"mixer": shapes, "scan": scan}
+    found = taken(kan=splines, **{f"{at}__{name}": torch.randn(shape) for at in named
+                                  for name, shape in named[at].items()})
+    assert found == {"kan__base_weight", "kan__spline", "mixer__W", "mixer__kernel", "scan__x_proj"}
 
 
 def test_marks_of_a_model_against_decay():

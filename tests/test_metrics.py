@@ -482,10 +482,13 @@ def test_parameters_without_a_gradient_are_left_out():
 
 
 def test_every_parameter_has_a_key_of_its_own(optimizer):
-    """Numbers of parameters without names begin anew in each group, and long names are not cut as in messages."""
+    """Numbers of parameters without names begin anew in each group, and long names are not cut as in messages. A name
+    that several have is told apart, as of layers whose groups were made one by one."""
     tensors, names = [torch.randn(4, 4) for _ in range(3)], [f"{'blocks.' * 60}{i}" for i in range(2)]
     unnamed = [{"params": tensors[:2]}, {"params": tensors[2:], "use_muon": False}]
-    for groups, keys in ((unnamed, ["group0.#0", "group0.#1", "group1.#0"]), ([*zip(names, tensors)], names)):
+    alike = [{"params": [("up", tensors[0]), ("down", tensors[1])]}, {"params": [("up", tensors[2])]}]
+    for groups, keys in ((unnamed, ["group0.#0", "group0.#1", "group1.#0"]), ([*zip(names, tensors)], names),
+                         (alike, ["group0.#0.up", "down", "group1.#0.up"])):
         opt = optimizer.Muon(groups)
         opt.collect_metrics = True
         for t in tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
@@ -117,6 +118,10 @@ def one_step(timing=False):
 
 def test_a_measured_step_is_drawn(optimizer, tmp_path):
     report = one_step(timing=True).plan_report()
+    logged = json.loads(json.dumps(report.as_dict()))
+    assert logged["measured"] and [row["bucket"] for row in logged["rows"]] == [row.bucket for row in report.rows]
+    assert sum(sum(row["matrices"].values()) for row in logged["rows"]) == sum(
+        sum(row.matrices.values()) for row in report.rows)
     assert [(s.lane, s.what) for s in report.measured] == [("stream", "all")] and report.rows[0].measured_ms > 0
     report.figure(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 3000

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -156,9 +156,7 @@ class Row:
 
     def cells(self) -> list[str]:
         """The cells of the row as text, in the order of HEADS."""
-        shapes = ", ".join(
-            f"{n} x {'x'.join(map(str, shape))}" for shape, n in self.matrices.items()
-        )
+        shapes = ", ".join(f"{n} x {shape}" for shape, n in _by_shape(self.matrices).items())
         nbytes = (self.workspace_bytes, self.sent_in_bytes, self.sent_out_bytes)
         times = (self.expected_ms, self.measured_ms)
         return [
@@ -221,6 +219,25 @@ class Report:
                 end_ms = max(span.end for span in found) / 1e6
                 yield f"{name}: {end_ms:.3f} ms from the first launch to the last"
 
+    def as_dict(self) -> dict[str, object]:
+        """Return all values in lists and in dicts with text as keys, as `json.dumps` takes them:
+        shapes of matrices are "768x3072", spans have times in ns.
+        """
+        rows = [asdict(row) | {"matrices": _by_shape(row.matrices)} for row in self.rows]
+        spans = {
+            name: [asdict(span) for span in found]
+            for name, found in (("expected", self.expected), ("measured", self.measured))
+        }
+        return {
+            "rank": self.rank,
+            "rows": rows,
+            "loads": {str(rank): load for rank, load in self.loads.items()},
+            "least_load": self.least_load,
+            "balance": self.balance,
+            "workspace": dict(self.workspace),
+            **spans,
+        }
+
     def figure(self, path: str | None = None) -> Figure:
         """Draw the timeline of all buckets, as a matplotlib figure; save to `path` if given.
 
@@ -253,6 +270,11 @@ class Report:
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
+
+
+def _by_shape(matrices: Mapping[tuple[int, int], int]) -> dict[str, int]:
+    """"<rows>x<columns>" -> number of matrices."""
+    return {"x".join(map(str, shape)): count for shape, count in matrices.items()}
 
 
 def draw(axes: Axes, found: Sequence[TimelineSpan]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import starmap
 
@@ -75,12 +76,17 @@ def _scale(table: torch.Tensor) -> None:
 
 
 def _keys_of(groups: Sequence[dict]) -> dict[torch.Tensor, str]:
-    """The key of each parameter in `Metrics.parameters`: the name, or "group<n>.#<index>"."""
+    """The key of each parameter in `Metrics.parameters`: the name; "group<n>.#<index>" without a
+    name; both for a name that several parameters have.
+    """
     keys = {}
+    counts = Counter(name for group in groups for name in given_names(group))
     for number, group in enumerate(groups):
         names = given_names(group)
         for i, p in enumerate(group["params"]):
-            keys[p] = names[i] if i < len(names) else f"group{number}.#{i}"
+            name = names[i] if i < len(names) else ""
+            place = "" if counts[name] == 1 else f"group{number}.#{i}"
+            keys[p] = ".".join(filter(None, (place, name)))
     return keys
 
 

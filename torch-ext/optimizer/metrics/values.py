@@ -39,7 +39,8 @@ class Metrics:
 
     # By index in `param_groups`; a group without a stepped parameter is left out
     groups: Mapping[int, GroupMetrics]
-    # By name, "group<n>.#<index>" of parameters without names; empty unless asked for
+    # By name; "group<n>.#<index>" without a name, "group<n>.#<index>.<name>" if several parameters
+    # have the name; empty unless asked for
     parameters: Mapping[str, ParameterMetrics]
     clipped_heads: int | None = None  # by QK-clip, on all ranks; None without `qk_clip`
 

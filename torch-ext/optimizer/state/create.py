@@ -54,7 +54,8 @@ def refuse_inconsistent(is_inconsistent: bool) -> None:
     if is_inconsistent:
         raise RuntimeError(
             f"{INCONSISTENT}. Load a checkpoint into the model and into the optimizer "
-            "(load_state_dict), then go on"
+            "(load_state_dict), then go on. A single process may also accept weights and state as "
+            "they are: optimizer.load_state_dict(optimizer.state_dict())"
         )
 
 

@@ -292,6 +292,8 @@ def _elementwise(param: torch.Tensor, place: Place, structure: Structure) -> Kin
     state = leaf in ("B", "C", "P") and hasattr(place.module, "A_imag")
     if leaf in ELEMENTWISE or leaf.rpartition("_")[2] in SCALES or state:
         return Kind(OTHER, "elementwise")
+    if leaf == "D" and hasattr(place.module, "A_log"):
+        return Kind(NO_DECAY, "elementwise")  # Mamba's skip, with a row for each head in Zamba
     beside = [p.shape[:2] for p in _own_parameters(place.module) if p.ndim == 3]
     # "b1", "mlp_b"; a matrix beside a 3-D tensor may have the shape by chance
     named = re.search(r"(^|_)b([^a-z]|$)", leaf.lower())
