@@ -96,7 +96,7 @@ def test_a_new_group_is_not_split_from_a_default_one_that_is_bound_to_a_device(o
 def test_a_patient_group_is_known_by_its_ranks_in_any_order(optimizer, monkeypatch):
     """A mesh may list its ranks in another order than a plan does."""
     process_groups, patient = part("communication.process_groups"), SimpleNamespace(group_name="of a mesh")
-    answers = {"_meshes_groups": [patient], "_always": [], "_is_slow": True, "_ranks_of": (1, 0)}
+    answers = {"_meshes_groups": [patient], "_default_and_given": [], "_is_slow": True, "_ranks_of": (1, 0)}
     for name, answer in answers.items():
         monkeypatch.setattr(process_groups, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(process_groups, "timeout_of", lambda group: group)  # of the mesh, or the default one's

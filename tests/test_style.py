@@ -31,7 +31,7 @@ FOLDERS = ["kernels.backend", "kernels.launch", "kernels.weights", "kernels.elem
            "kernels.metrics", "kernels.matmul", "kernels.onchip", "newton_schulz", "rules", "rules.elements",
            "rules.named", "params.model", "params.checks", "params", "pipeline", "planning", "communication",
            "communication.matrix_owners", "state", "qk_clip", "metrics", "execution", "execution.offload",
-           "execution.overlap", "report", "memory_report", "state_dict_methods", "metrics_methods", "muon",
+           "execution.overlap", "report", "memory_report", "state_dict_methods", "report_methods", "muon",
            "integrations", "__init__"]
 FILES_IN_A_FOLDER = 8
 LEAVES = {"_ops", "params.errors", "params.dtensor", "params.units"}  # _ops is generated: the operators' namespace
@@ -179,7 +179,7 @@ def test_folders_are_small():
 def test_only_the_optimizer_knows_overlap():
     """The core runs without `execution/overlap`."""
     found = {module for module in PATHS if any(other.startswith("execution.overlap") for other in imported(module))}
-    allowed = {"muon", "state_dict_methods", "metrics_methods"}
+    allowed = {"muon", "state_dict_methods", "report_methods"}
     assert {module for module in found if not module.startswith("execution.overlap")} <= allowed
 
 
@@ -219,7 +219,7 @@ def test_only_kernels_import_triton_and_nobody_needs_more_than_torch(module):
 
 # A name: a constant or a function
 CONSTANT = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.Name, ast.Load, ast.unaryop)
-OPTIMIZERS = ("Muon", "NorMuon", "ForwardOverlapMethods", "StateDictMethods", "MetricsMethods")
+OPTIMIZERS = ("Muon", "NorMuon", "ForwardOverlapMethods", "StateDictMethods", "ReportMethods")
 
 
 def class_attributes(tree: ast.AST) -> list[tuple[ast.ClassDef, ast.Assign]]:

@@ -37,7 +37,13 @@ from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan, has_plain
 from .qk_clip.clip import QKClip, unattached
 from .report import as_bytes
-from .rules.elementwise import MAX_COPIED_ELEMENTS, elementwise_of, is_8bit, temporaries_of
+from .rules.elementwise import (
+    MAX_COPIED_ELEMENTS,
+    elementwise_of,
+    is_8bit,
+    temporaries_of,
+    wide_dtype,
+)
 from .rules.muon import REST_KEY, is_split
 from .rules.rule import (
     OWNERS_KEY,
@@ -172,7 +178,7 @@ class ForecastPlanner(Planner):
             return super()._find_hardware(params, existing)
         self.device = params[0].device
         self.architecture = ASSUMED_GPU
-        self.rank_bytes = self.options.workspace_bytes or min(2 << 30, self.gpu_bytes * 3 // 100)
+        self.rank_bytes = self.options.workspace_limit_bytes(self.device, self.gpu_bytes)
         self.sends_once = True  # NCCL
 
     def _cost_model(self, group: dict) -> CostModel:
@@ -510,9 +516,7 @@ def _temporary_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: Mu
             continue
         state = group_state_dtype(group, options.state_dtype)
         state = state_device_and_dtype(rule.averages[0], param, state)[1]
-        wide = torch.promote_types(param.dtype, state)
-        is_wide = rule.in_fp32 or is_split(group, param)
-        wide = torch.promote_types(wide, torch.float32) if is_wide else wide
+        wide = wide_dtype(param.dtype, state, rule, is_split(group, param))
         # Owners step fp32 copies of split weights, in the workspace
         is_fp32 = plan.in_chunks and is_split(group, param)
         weight = torch.float32 if is_fp32 else param.dtype

@@ -1,5 +1,5 @@
-"""The optimizer classes `Muon` and `NorMuon`: arguments, `step`, state-dict methods, `release`,
-`plan_report`, `memory_report`.
+"""The optimizer classes `Muon` and `NorMuon`: arguments, groups, `step`, `release`. Further methods
+are in state_dict_methods.py and report_methods.py.
 
 A step has three stages. Planning is collective, at the first step and when parameters or placements
 change (planning/). Binding is local, when memory has moved (execution/). Running launches kernels
@@ -18,28 +18,26 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from . import memory_report, pipeline
+from . import pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
-from .communication.process_groups import ProcessGroups, check_process_group, found_again, world_now
+from .communication.process_groups import check_process_group, found_again, world_now
 from .execution.cuda_graphs import check_environment, on_device
 from .execution.elementwise_updates import StatePlace
 from .execution.offload.offload import Offload
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
-from .memory_report import MemoryReport
-from .metrics_methods import MetricsMethods
 from .params import units, validation
 from .params.checks import group_values
 from .params.checks.live_keys import LiveKeys
 from .params.checks.memory import check_memory
-from .params.config import AssumedRanks, MuonConfig, with_parameters_of
+from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
-from .params.layout import this_rank
 from .params.own_process_groups import OwnProcessGroups, has_process_group
 from .pipeline import Job
 from .qk_clip.clip import QKClip, attach_to
-from .report import Report, Stopwatch, report_of
+from .report import Stopwatch
+from .report_methods import ReportMethods
 from .rules import check
 from .rules.decay import DECOUPLED
 from .rules.muon import (
@@ -60,7 +58,7 @@ from .state import create
 NEVER_BOUND = "before the first step, nor after release()"
 
 
-class Muon(MetricsMethods):
+class Muon(ReportMethods):
     """Muon for hidden matrices and AdamW for all remaining parameters, on any sharding (Keller
     Jordan, 2024; arXiv 2502.16982).
 
@@ -203,7 +201,8 @@ class Muon(MetricsMethods):
         check_memory(self.param_groups)
         self._init_groups()
         self._has_all_groups = True
-        self._first_members = validation.Members()  # parameters that leave groups may be freed
+        # Needed during construction only; dropped, since it holds parameters
+        self._first_members = validation.Members()
 
     def _start(self, options: MuonConfig) -> None:
         """Set all attributes, for `__init__` and for a copy, which torch makes without `__init__`.
@@ -524,92 +523,6 @@ class Muon(MetricsMethods):
             if self._options.overlap_backward:
                 self._preparation.place.prefetch()
         return self._backward_overlap.allow_start(ready)
-
-    def plan_report(self) -> Report:
-        """The plan of the last step, with the buckets of this rank: print it, or draw its
-        `figure()`. Set the attribute `timing` to True before a step for measured times.
-
-        Not collective. Raises RuntimeError if nothing is bound: before the first step, and after
-        release(), load_state_dict() or add_param_group().
-        """
-        if not self._bound.all_jobs:
-            raise RuntimeError(
-                f"nothing is bound {self._why_unbound}: call step() before plan_report()"
-            )
-        run = self._backward_overlap.pipeline_run
-        return report_of(self._bound.all_jobs, this_rank(), self._watch, run)
-
-    def memory_report(self) -> MemoryReport:
-        """Bytes by kind, of this rank and of the rank with the most: weights, gradients, state,
-        workspace, tables, memory of CUDA graphs. Print the report, or read its numbers.
-
-        Before the first step, and after release(), the report predicts a step with gradients of all
-        parameters: state and workspace exactly, tables approximately, graphs not at all. Else
-        state, workspace, tables and graphs of this rank are measured. The largest rank is always
-        predicted, and so are gradients and the temporaries of groups with use_muon=False. Memory of
-        the model, NCCL, the driver and torch's allocator is not counted. Not collective.
-        """
-        itself = self._itself()
-        bound, prepared = itself._bound, itself._preparation
-        measured_bytes = None
-        if bound.all_jobs:
-            graphs = (prepared.graphs, prepared.adamw_graphs)
-            measured_bytes = memory_report.measured(
-                bound, itself.param_groups, itself.state, graphs, prepared.place
-            )
-        return itself._forecast(this_rank(), measured_bytes)
-
-    def _forecast(
-        self,
-        rank: int,
-        measured_bytes: Mapping | None = None,
-        row_shards: int | None = None,
-        **gpu: object,
-    ) -> MemoryReport:
-        """Plan without a step, and return the report of the plan. Arguments as in
-        `memory_report.predicted` and `memory_report.ForecastPlanner`.
-        """
-        options, own = self._options, self._options_by_group()
-
-        def planner() -> memory_report.ForecastPlanner:
-            """Return a planner with process groups that nobody else uses."""
-            groups = ProcessGroups(dedicated=options.overlaps)
-            return memory_report.ForecastPlanner(options, groups, row_shards, **gpu)
-
-        plans = memory_report.plans_of(planner, self.param_groups, options, own)
-        return memory_report.predicted(plans, self.param_groups, options, rank, measured_bytes)
-
-    @classmethod
-    def memory_forecast(
-        cls,
-        params: Iterable,
-        *,
-        ranks: int = 1,
-        layout: str = "fsdp",
-        gpu_bytes: int = 80 << 30,
-        **arguments: object,
-    ) -> MemoryReport:
-        """The `memory_report` of an optimizer before its first step, on `ranks` GPUs that need not
-        exist: without process groups. Changes and steps nothing.
-
-        `params`: as for the constructor, of the whole model, plain, usually on the meta device.
-        `layout`: "fsdp", every parameter sharded along dim 0 by FSDP2, or "ddp", copies on all
-        ranks. `gpu_bytes`: memory of a GPU, of which the workspace is a share; times of an H200
-        divide the work. `arguments`: of the constructor, without process_group. For other layouts
-        shard the meta model over a mesh, and call `memory_report`. Raises ValueError for other
-        values, and what the constructor raises.
-        """
-        arguments = memory_report.forecast_arguments(ranks, layout, gpu_bytes, arguments)
-        if layout == "ddp":
-            arguments.update(cls._ranks_as_argument(AssumedRanks(ranks)))
-        opt = cls(memory_report.copied_groups(params), **arguments)
-        row_shards = ranks if layout == "fsdp" else None
-        return opt._forecast(0, None, row_shards, gpu_bytes=gpu_bytes)
-
-    @classmethod
-    def _ranks_as_argument(cls, ranks: AssumedRanks) -> dict[str, object]:
-        """The constructor's argument for ranks with copies of plain parameters."""
-        return {"process_group": ranks}
 
     @waits_for_updates
     def release(self) -> None:

@@ -273,7 +273,7 @@ class Report:
 
 
 def _by_shape(matrices: Mapping[tuple[int, int], int]) -> dict[str, int]:
-    """"<rows>x<columns>" -> number of matrices."""
+    """The number of matrices of each shape, by "<rows>x<columns>"."""
     return {"x".join(map(str, shape)): count for shape, count in matrices.items()}
 
 

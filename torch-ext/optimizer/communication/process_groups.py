@@ -96,7 +96,7 @@ class ProcessGroups:
         slow = [ranks for ranks, group in templates.items() if _is_slow(group, device)]
         for ranks in slow:
             del self.existing[ranks]
-        self.existing |= {_ranks_of(group): group for group in _always(process_group)}
+        self.existing |= {_ranks_of(group): group for group in _default_and_given(process_group)}
         # A group given by the user replaces every group of the same ranks in another order: plans
         # follow the order of the user's group
         given = {_ranks_of(group): group for group in reversed(sorted(own, key=_name))}
@@ -118,7 +118,7 @@ class ProcessGroups:
         self, params: list[torch.Tensor], process_group: dist.ProcessGroup | None
     ) -> None:
         """Collect the backends of the existing groups of `params`, for `send_once`."""
-        groups = [*_always(process_group), *_meshes_groups(params)]
+        groups = [*_default_and_given(process_group), *_meshes_groups(params)]
         self.backends = {dist.get_backend_config(group) for group in groups}
 
     def get_or_create(self, ranks: Ranks) -> dist.ProcessGroup:
@@ -279,10 +279,8 @@ def _meshes_groups(params: list[torch.Tensor]) -> set[dist.ProcessGroup]:
     return {mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)}
 
 
-def _always(process_group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """Return the groups that exist independently of parameters; of two groups with equal ranks the
-    later one counts.
-    """
+def _default_and_given(process_group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """Return the default group, then the user's: in a dict by ranks, the user's wins."""
     return [group for group in (world_now(), process_group) if group is not None]
 
 

@@ -284,7 +284,7 @@ class BoundUpdate(BucketUpdate):
         count selected rows only.
         """
         shape = self.store.layouts["matrix"][matrix.param].unit_shapes[matrix.unit]
-        return muon.scale_of_shape(*shape, self.adjust_lr_fn)
+        return muon.scale_of(*shape, self.adjust_lr_fn)
 
     def _make_stacks(self, read_from: Views | None = None, write_to: Views | None = None) -> Stacks:
         """The stacks of the bucket's owned matrices; arguments as in `Stacks`."""

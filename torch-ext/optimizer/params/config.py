@@ -261,16 +261,19 @@ class MuonConfig:
         """Whether collectives of the model and of the optimizer may be in flight together."""
         return self.overlap_backward or self.overlap_forward
 
-    def workspace_limit_bytes(self, device: torch.device) -> int:
-        """The limit on the workspace of one rank, which all buckets share, in bytes.
+    def workspace_limit_bytes(self, device: torch.device, gpu_bytes: int | None = None) -> int:
+        """The limit on the workspace of one rank, which all buckets share, in bytes. `gpu_bytes`:
+        memory of an assumed GPU; None: that of `device`.
 
         Default: 3 % of the GPU's memory, at most 2 GiB; 256 MiB on other devices.
         """
         if self.workspace_bytes is not None:
             return self.workspace_bytes
-        if device.type != "cuda":
-            return 256 << 20
-        return min(2 << 30, torch.cuda.get_device_properties(device).total_memory * 3 // 100)
+        if gpu_bytes is None:
+            if device.type != "cuda":
+                return 256 << 20
+            gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+        return min(2 << 30, gpu_bytes * 3 // 100)
 
 
 # Arguments that no parameter group can change

@@ -250,7 +250,8 @@ class MemoryModel:
         # By number of a form: (layout, shape of a unit, shape of the part that the owner selects or
         # None, scratch of what is iterated, result of `_unselected_bytes`, *results of `_pieces`)
         self.forms: list[tuple] = []
-        # (id of a layout, unit), and (id of a layout, shape, pieces) -> number of the form
+        # (id of a layout, unit), and (id of a layout, shape, sizes of pieces, selected shape,
+        # unselected bytes) -> number of the form
         self.numbers: dict[tuple, int] = {}
         self.footprints: dict[tuple[int, int], MatrixFootprint] = {}  # by (owner, number)
         self.partitions: dict[tuple, int] = {}  # `Layout.replicas` -> number of the partition

@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from .bucketing import OVERLAP_BUCKETS, by_cost, cut, in_equal_buckets, rounds_of
@@ -350,11 +351,11 @@ def _families(
     """Return (route, ranks) -> matrices with pieces on the ranks, in order of parameters."""
     families = defaultdict(list)
     # Thousands of parameters share a handful of layouts, whose boxes grow with the ranks
-    boxes_of: dict[int, list] = {}  # id of a layout -> result of `_routes`
+    routes_of: dict[int, list] = {}  # id of a layout -> result of `_routes`
     for param, layout in enumerate(layouts):
-        if id(layout) not in boxes_of:
-            boxes_of[id(layout)] = _routes(layout, [some[param] for some in of_state], plain)
-        for lead, of_units in boxes_of[id(layout)]:
+        if id(layout) not in routes_of:
+            routes_of[id(layout)] = _routes(layout, [some[param] for some in of_state], plain)
+        for lead, of_units in routes_of[id(layout)]:
             every_at = itertools.product(*(range(a, b) for a, b in lead))
             for at, (unit, family) in itertools.product(every_at, of_units):
                 shape, selected = layout.unit_shapes[unit], layout.selected_shapes[unit]
@@ -438,27 +439,27 @@ def _assign(
     world_of = {key: frozenset(layout.boxes) for key, layout in distinct.items()}
     for (route, ranks), matrices in families.items():
         # The matrices of a parameter are consecutive in a family, as groupby needs
-        for _, unit in itertools.groupby(
+        for _, found in itertools.groupby(
             matrices, key=lambda m: m.param if route in OWNER_STATE_ROUTES else m
         ):
-            unit = list(unit)
-            first = unit[0]
+            together = list(found)  # have a common owner
+            first = together[0]
             # LPT needs work > 0: else all matrices without cost would go to one rank
-            work = sum(max(1, cost(*m.iterated_shape)) for m in unit)
+            work = sum(max(1, cost(*m.iterated_shape)) for m in together)
             worlds[world_of[id(layouts[first.param])]].append(
-                ((first.param, first.at, first.unit), ranks, work, unit)
+                ((first.param, first.at, first.unit), ranks, work, together)
             )
     for world in sorted(worlds, key=lambda world: (-len(world), sorted(world))):
         # Sorted by parameter: the order of families may depend on parameters of other worlds
-        units, base = sorted(worlds[world], key=lambda u: u[0]), Counter()
+        entries, base = sorted(worlds[world], key=itemgetter(0)), Counter()
         for superset in [ranks for ranks in loads if ranks >= world]:
             base.update(loads[superset])
         owners = assign(
-            [(work, ranks) for _, ranks, work, _ in units], {r: base[r] for r in sorted(world)}
+            [(work, ranks) for _, ranks, work, _ in entries], {r: base[r] for r in sorted(world)}
         )
         added = loads.setdefault(world, Counter())
-        for owner, (*_, work, unit) in zip(owners, units):
-            owner_of.update(dict.fromkeys(unit, owner))
+        for owner, (*_, work, together) in zip(owners, entries):
+            owner_of.update(dict.fromkeys(together, owner))
             added[owner] += work
     return owner_of
 

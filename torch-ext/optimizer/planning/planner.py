@@ -293,17 +293,18 @@ class Planner:
         """Return `Plan.state_rows` of a Muon group: all rows at the owner, none elsewhere; None if
         state is not at owners.
         """
+        if self._plain_route() not in OWNER_STATE_ROUTES:
+            return None
         owners = {
             m.param: o
             for b in buckets
             if b.route in OWNER_STATE_ROUTES
             for m, o in zip(b.matrices, b.owners)
         }
-        state_rows = [
+        return [
             [p.shape[0] * (owners.get(i, self.rank) == rank) for rank in self._ranks()]
             for i, p in enumerate(params)
         ]
-        return state_rows if self._plain_route() in OWNER_STATE_ROUTES else None
 
     def _matrix_owners(
         self, buckets: Sequence[Bucket], layouts: Sequence[Layout]

@@ -88,7 +88,7 @@ class Elementwise:
         """
         return self.makes
 
-    def step(self, of: Members, group: Mapping[str, Any]) -> Tensors:
+    def step(self, members: Members, group: Mapping[str, Any]) -> Tensors:
         """Step W and state in place; return tensors with the signs of the update, read for
         decay="cautious". G stays unchanged. Raises NotImplementedError unless overridden.
         """
@@ -230,7 +230,7 @@ def step(
         members, straight = straight, []
         for member in members:
             w, _, m, *_ = member
-            fits = all(_fits(t, _wide(w, m, rule), m) for t in member[:count])
+            fits = all(_fits(t, wide_dtype(w.dtype, m.dtype, rule), m) for t in member[:count])
             (straight if fits else copied).append(member)
     # All rules but AdamW, and decay beside the rule, make temporaries
     in_parts = not _decays_inside(rule, group)
@@ -313,16 +313,18 @@ def _decay(
     torch._foreach_sub_(W, torch._foreach_mul(difference, rate))
 
 
-def _wide(w: torch.Tensor, m: torch.Tensor, rule: Elementwise, splits: bool = False) -> torch.dtype:
-    """Return the dtype in which a parameter with weight w and average m is stepped. `splits`:
-    whether w is a split weight.
+def wide_dtype(
+    weight: torch.dtype, average: torch.dtype, rule: Elementwise, is_split: bool = False
+) -> torch.dtype:
+    """Return the dtype in which a parameter is stepped, from the dtypes of its weight and of its
+    averages. `is_split`: whether the weight is split, see `master_weights`.
     """
-    wide = torch.promote_types(w.dtype, m.dtype)
-    return torch.promote_types(wide, torch.float32) if rule.in_fp32 or splits else wide
+    wide = torch.promote_types(weight, average)
+    return torch.promote_types(wide, torch.float32) if rule.in_fp32 or is_split else wide
 
 
 def _fits(tensor: torch.Tensor, wide: torch.dtype, m: torch.Tensor) -> bool:
-    """Whether a tensor of a parameter with average m needs no copy. `wide`: see `_wide`."""
+    """Whether a tensor of a parameter with average m needs no copy. `wide`: see `wide_dtype`."""
     return tensor.dtype == wide and tensor.stride() == m.stride()
 
 
@@ -345,7 +347,7 @@ def _copied(
     only where `_fits` is false. `rest`: of a split weight; None: w is whole.
     """
     w, _, m, *_ = tensors
-    wide = _wide(w, m, rule, rest is not None)
+    wide = wide_dtype(w.dtype, m.dtype, rule, rest is not None)
     found = [t if _fits(t, wide, m) else torch.empty_like(m, dtype=wide) for t in tensors]
     for copy, t in zip(found, tensors):
         if t is w and rest is not None:

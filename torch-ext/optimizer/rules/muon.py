@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -174,24 +174,13 @@ AMBIGUOUS_SCALES = {
 }
 
 
-class MatrixShape(Protocol):
-    """Anything with the shape of a whole matrix, such as `planning.plan.Matrix`."""
-
-    rows: int
-    cols: int
-
-
-def scale_of(matrix: MatrixShape, adjust_lr_fn: Scale) -> float:
-    """Return the factor on the learning rate of a matrix; None is "original", as in torch.
+def scale_of(rows: int, cols: int, adjust_lr_fn: Scale) -> float:
+    """Return the factor on the learning rate of a (rows, cols) matrix; None is "original", as in
+    torch.
 
     A piece of a sharded matrix gets the scale of its whole matrix: the polar factor is that of the
     whole matrix, and a scale by the shape of the shard would depend on the number of ranks.
     """
-    return scale_of_shape(matrix.rows, matrix.cols, adjust_lr_fn)
-
-
-def scale_of_shape(rows: int, cols: int, adjust_lr_fn: Scale) -> float:
-    """Return the factor on the learning rate of a (rows, cols) matrix, see `scale_of`."""
     if adjust_lr_fn is None or isinstance(adjust_lr_fn, str):
         return SCALES[adjust_lr_fn or "original"](rows, cols)
     return float(adjust_lr_fn(rows, cols) if callable(adjust_lr_fn) else adjust_lr_fn)
@@ -203,4 +192,4 @@ def comparable_scale(adjust_lr_fn: Scale, shapes: Iterable[tuple[int, int]]) -> 
     """
     if not callable(adjust_lr_fn):
         return adjust_lr_fn
-    return [(*shape, scale_of_shape(*shape, adjust_lr_fn)) for shape in sorted(set(shapes))]
+    return [(*shape, scale_of(*shape, adjust_lr_fn)) for shape in sorted(set(shapes))]

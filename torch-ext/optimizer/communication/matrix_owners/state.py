@@ -167,11 +167,11 @@ def shown(state: dict, groups: Sequence[dict]) -> dict:
             wait_for_all(group, "state_dict()", ADVICE)
         for group, members in by_group:
             forms = _agreed_forms(state, members, group)
-            kept = [of for of, form in zip(members, forms) if form > AT_PLACEMENTS]
-            for of in kept:
-                held = state[of.param]
-                placed = _to_placements(of, held[of.key], owners_in(held), group)
-                found[of.param][of.key] = placed
+            kept = [entry for entry, form in zip(members, forms) if form > AT_PLACEMENTS]
+            for entry in kept:
+                held = state[entry.param]
+                placed = _to_placements(entry, held[entry.key], owners_in(held), group)
+                found[entry.param][entry.key] = placed
     return found
 
 
@@ -180,8 +180,8 @@ def _check_all(state: dict, members: Sequence[StateOf], groups: Sequence[dict]) 
     `states_of`.
     """
     layouts: dict[int, dict[str, Layout]] = {}
-    for of in members:
-        layouts.setdefault(id(of.param), {})[of.key] = of.layout
+    for entry in members:
+        layouts.setdefault(id(entry.param), {})[entry.key] = entry.layout
     for group in groups:
         names = names_in(group)
         for param, split in zip(group["params"], splits_of(group)):
@@ -201,13 +201,13 @@ def move(
     for group, some in _by_process_group(members):
         forms = dict(zip(some, _agreed_forms(state, some, group)))
         # Grouped by id, because == compares two tensors element by element
-        for _, of_param in itertools.groupby(some, key=lambda of: id(of.param)):
+        for _, of_param in itertools.groupby(some, key=lambda entry: id(entry.param)):
             of_param = list(of_param)
             owners, held = list(wanted[of_param[0].param]), state[of_param[0].param]
             moved = {
-                of.key: _moved(of, held, forms[of], owners, group)
-                for of in of_param
-                if forms[of] != MISSING
+                entry.key: _moved(entry, held, forms[entry], owners, group)
+                for entry in of_param
+                if forms[entry] != MISSING
             }
             # State and owners are replaced together: after a failed collective both are still old
             held.update(moved)
@@ -216,22 +216,22 @@ def move(
 
 
 def _moved(
-    of: StateOf, held: Mapping, form: int, owners: list[int], group: dist.ProcessGroup
+    entry: StateOf, held: Mapping, form: int, owners: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return the flat tensor of state for `owners`. `held`: the parameter's state."""
-    value = held[of.key]
+    value = held[entry.key]
     if form > AT_PLACEMENTS:
         old = owners_in(held)
         if old == owners:
             return value
-        value = _to_placements(of, value, old, group)
-    return _to_owners(of, value, owners, group)
+        value = _to_placements(entry, value, old, group)
+    return _to_owners(entry, value, owners, group)
 
 
-def zeros_at_owner(of: StateOf, owners: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def zeros_at_owner(entry: StateOf, owners: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return new state of the matrices that this rank owns."""
-    size = places_at(this_rank(), of.layout, owners, dtype.itemsize)[1]
-    return torch.zeros(size, dtype=dtype, device=of.param.device)
+    size = places_at(this_rank(), entry.layout, owners, dtype.itemsize)[1]
+    return torch.zeros(size, dtype=dtype, device=entry.param.device)
 
 
 def _by_process_group(members: Sequence[StateOf]) -> list[tuple[dist.ProcessGroup, list[StateOf]]]:
@@ -239,22 +239,22 @@ def _by_process_group(members: Sequence[StateOf]) -> list[tuple[dist.ProcessGrou
     sets of ranks first, the order of all collectives of several sets.
     """
     by_ranks: dict[tuple[int, ...], list[StateOf]] = {}
-    for of in members:
-        by_ranks.setdefault(of.layout.ranks, []).append(of)
+    for entry in members:
+        by_ranks.setdefault(entry.layout.ranks, []).append(entry)
     groups = ProcessGroups()
-    groups.find_existing([of.param for of in members], None)
+    groups.find_existing([entry.param for entry in members], None)
     return [
         (groups.get_or_create(ranks), by_ranks[ranks])
         for ranks in sorted(by_ranks, key=bucket_sort_key)
     ]
 
 
-def _form(state: Mapping, of: StateOf) -> int:
+def _form(state: Mapping, entry: StateOf) -> int:
     """Return where state is: MISSING, AT_PLACEMENTS, or a number > 0 for the owners."""
-    held = state.get(of.param, {})
-    if of.key not in held:
+    held = state.get(entry.param, {})
+    if entry.key not in held:
         return MISSING
-    if not is_at_owners(held, of.key):
+    if not is_at_owners(held, entry.key):
         return AT_PLACEMENTS
     return _number_of(held[OWNERS_KEY].tolist())
 
@@ -263,24 +263,24 @@ def _agreed_forms(
     state: Mapping, members: Sequence[StateOf], group: dist.ProcessGroup
 ) -> list[int]:
     """Return `_form` of all members. Raises RuntimeError if ranks of the group differ."""
-    forms = [_form(state, of) for of in members]
+    forms = [_form(state, entry) for entry in members]
     row = torch.tensor(forms, dtype=torch.int64, device=local_of(members[0].param).device)
     gathered = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(gathered, row, group=group)
-    for of, *found in zip(members, *(vector.tolist() for vector in gathered)):
+    for entry, *found in zip(members, *(vector.tolist() for vector in gathered)):
         if len(set(found)) > 1:
             raise RuntimeError(
-                f"{of.key} of parameter {of.name} is at other places on some ranks of its mesh: "
+                f"{entry.key} of parameter {entry.name} is at other places on some ranks of its mesh: "
                 "load the state on all ranks, or on none, and change it on all ranks alike"
             )
     return forms
 
 
-def _pieces(of: StateOf, owners: Sequence[int]) -> Iterator[tuple[Number, int, int, Box, tuple]]:
+def _pieces(entry: StateOf, owners: Sequence[int]) -> Iterator[tuple[Number, int, int, Box, tuple]]:
     """Yield (matrix, owner, storing rank, box in the matrix, place in the parameter) of all pieces
     of state that this rank owns or stores, in an order equal on all ranks.
     """
-    layout, me = of.layout, this_rank()
+    layout, me = entry.layout, this_rank()
     for (at, unit), owner in zip(layout.matrices, owners, strict=True):
         ranks = () if owner < 0 else layout.ranks if owner == me else (me,)
         for rank in [rank for rank in ranks if _has_leading(layout.boxes[rank], at)]:
@@ -294,30 +294,30 @@ def _has_leading(box: Box, at: tuple[int, ...]) -> bool:
 
 
 def _stored(
-    of: StateOf, local: torch.Tensor, matrix: Number, box: Box, start: tuple
+    entry: StateOf, local: torch.Tensor, matrix: Number, box: Box, start: tuple
 ) -> torch.Tensor:
     """Return the view of a piece in the local shard of state."""
-    layout, me = of.layout, this_rank()
+    layout, me = entry.layout, this_rank()
     index = tuple(i - first for i, (first, _) in zip(matrix[0], layout.boxes[me]))
     shape = tuple(stop - first for first, stop in box)
-    return of.split.matrices(local)[index][layout.place_of(me, start, shape)]
+    return entry.split.matrices(local)[index][layout.place_of(me, start, shape)]
 
 
 def _to_owners(
-    of: StateOf, value: torch.Tensor, owners: Sequence[int], group: dist.ProcessGroup
+    entry: StateOf, value: torch.Tensor, owners: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return the flat tensor of this rank from state placed like the parameter."""
-    local, me, replica_of = local_of(value).contiguous(), this_rank(), of.layout.replica_of
-    places, size = places_at(me, of.layout, owners, value.itemsize)
-    flat = torch.zeros(size, dtype=value.dtype, device=of.param.device)
+    local, me, replica_of = local_of(value).contiguous(), this_rank(), entry.layout.replica_of
+    places, size = places_at(me, entry.layout, owners, value.itemsize)
+    flat = torch.zeros(size, dtype=value.dtype, device=entry.param.device)
     local = local.to(flat.device)
     sent, received = [], []
-    for matrix, owner, rank, box, start in _pieces(of, owners):
+    for matrix, owner, rank, box, start in _pieces(entry, owners):
         # Only ranks in the owner's replica send
         if replica_of[rank] != replica_of[owner]:
             continue
         if rank == me:
-            sent.append((owner, _stored(of, local, matrix, box, start)))
+            sent.append((owner, _stored(entry, local, matrix, box, start)))
         if owner == me:
             whole = view_of(flat, places[matrix])
             received.append((rank, whole[slice(*box[0]), slice(*box[1])]))
@@ -326,23 +326,23 @@ def _to_owners(
 
 
 def _to_placements(
-    of: StateOf, flat: torch.Tensor, owners: Sequence[int], group: dist.ProcessGroup
+    entry: StateOf, flat: torch.Tensor, owners: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return state as a DTensor placed like its parameter from the flat tensors of `owners`."""
-    param, me = of.param, this_rank()
-    shape = state_shape(param, of.key, of.split)
+    param, me = entry.param, this_rank()
+    shape = state_shape(param, entry.key, entry.split)
     box = own_layout(param, shape).boxes[me]
     flat = flat.to(param.device)
     # Matrices without elements have no owner
     local = torch.zeros([b - a for a, b in box], dtype=flat.dtype, device=flat.device)
-    places, _ = places_at(me, of.layout, owners, flat.itemsize)
+    places, _ = places_at(me, entry.layout, owners, flat.itemsize)
     sent, received = [], []
-    for matrix, owner, rank, box, start in _pieces(of, owners):
+    for matrix, owner, rank, box, start in _pieces(entry, owners):
         if owner == me:
             whole = view_of(flat, places[matrix])
             sent.append((rank, whole[slice(*box[0]), slice(*box[1])]))
         if rank == me:
-            received.append((owner, _stored(of, local, matrix, box, start)))
+            received.append((owner, _stored(entry, local, matrix, box, start)))
     _exchange(sent, received, flat, group)
     return as_dtensor(local, shape, param.device_mesh, param.placements)
 
