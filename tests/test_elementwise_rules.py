@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -267,6 +268,19 @@ def test_state_moves_to_other_placements(optimizer):
 
 
 # state -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))], ids=["copy", "pickle"])
+def test_a_schedule_of_beta1_goes_on_in_a_copy(copied, optimizer):
+    """OneCycleLR sets `momentum`, which `betas` follow. In a copy `betas` had undone the first change."""
+    param = nn.Parameter(torch.ones(4))
+    made = optimizer.Muon([{"params": [param], "use_muon": False}], lr=LR)
+    train(made, [param], [0])
+    again = copied(made)
+    (group,) = again.param_groups
+    group["momentum"] = 0.5
+    train(again, group["params"], [1])
+    assert (group["momentum"], group["betas"][0]) == (0.5, 0.5)
+
 
 @pytest.mark.parametrize("case", ["lion", "sgd, nesterov", "sign"])
 def test_a_checkpoint_goes_on(case, tmp_path, optimizer):

@@ -363,6 +363,28 @@ def test_state_dicts_go_between_host_and_device(first, second):
         assert not {*addresses_of(other)} & {*addresses} and all(offloaded(others, other))
 
 
+@pytest.mark.parametrize("options, group", [
+    ({"state_dtype": torch.int8}, {"use_muon": False}), ({}, {"state_dtype": torch.bfloat16, "use_muon": False}),
+    ({"rule": "adamuon", "state_dtype": torch.bfloat16}, {})], ids=["int8 and fp32", "bf16 of a group", "adamuon"])
+def test_states_of_several_dtypes_are_saved(options, group, optimizer):
+    """torch.save refuses tensors of two dtypes in one storage, as the host memory is. The file has no other bytes."""
+    params = [nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
+    opt = optimizer.Muon([{"params": params[:1]}, {"params": params[1:], **group}], offload_state=True, **options)
+    for p in params:
+        p.grad = torch.randn(64, 64)
+    opt.step()
+    whole, one = io.BytesIO(), io.BytesIO()
+    saved = opt.state_dict()
+    torch.save(saved, whole)
+    torch.save(saved["state"][0], one)
+    whole.seek(0)
+    found = torch.load(whole)["state"]
+    assert len(one.getvalue()) < len(whole.getvalue())
+    for number, p in enumerate(params):
+        assert all(torch.equal(found[number][key], value) for key, value in opt.state[p].items())
+        assert all(value.data_ptr() == saved["state"][number][key].data_ptr() for key, value in opt.state[p].items())
+
+
 def test_a_copy_has_memory_of_its_own():
     params, opt = trained(range(2), offload_state=True)
     twins, twin = copy.deepcopy((params, opt))

@@ -322,6 +322,29 @@ def missing(rank, world, odd):
     return left, same(tensors(ours, early), tensors(theirs, late))
 
 
+def missing_in_any_dtype(rank, world):
+    """A bf16 parameter that takes gradients of every dtype gets none in one step."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    params = [nn.Parameter(cut(torch.ones(8, 8, dtype=torch.bfloat16), mesh, [Shard(0)])) for _ in range(2)]
+    params[0].grad_dtype = None
+    optimizer, before = package().Muon(params, lr=0.1, overlap_backward=True), None
+    for step in range(3):
+        optimizer.zero_grad()
+        with optimizer.last_backward():
+            for p in params[step == 2:]:
+                come(p, cut(torch.ones(8, 8, dtype=torch.bfloat16), mesh, [Shard(0)]))
+        before = [p.to_local().clone() for p in params]
+        optimizer.step()
+    return [torch.equal(p.to_local(), old) for p, old in zip(params, before)]
+
+
+def test_a_missing_gradient_needs_no_dtype(optimizer):
+    """Its zeros were fp32, for which the buckets that had been sent had no room."""
+    assert run_threads(2, missing_in_any_dtype) == [[True, False]] * 2
+
+
 def first_seen_later(rank, world):
     """An expert of this process alone gets no tokens in the first steps, nor in the last: in which steps it and its
     state changed, and whether its bits are those of steps without the option.

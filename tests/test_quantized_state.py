@@ -327,6 +327,30 @@ def test_conversion_between_layouts(optimizer):
     assert run_threads(3, columns_to_rows) == [[]] * 3
 
 
+def filters_loaded(rank, world, was, now):
+    """Filters as rows, of which the last rank has none; whether a load works there, too."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+
+    def built(dtype):
+        param = nn.Parameter(distribute_tensor(torch.ones(2, 2, 3, 1), mesh, [Shard(0)]))
+        param.grad = torch.ones_like(param)
+        return package().Muon([{"params": [param], "split": "flatten"}], lr=0.1, state_dtype=dtype)
+
+    source, target = built(was), built(now)
+    source.step()
+    target.load_state_dict(source.state_dict())
+    target.step()
+    return True
+
+
+@pytest.mark.parametrize("was, now", [(INT8, INT8), (F32, INT8), (INT8, F32)])
+def test_filters_load_where_a_rank_has_none(was, now, optimizer):
+    """One rank raised, and the others waited."""
+    assert run_threads(3, filters_loaded, was, now) == [True] * 3
+
+
 def test_numbers_without_their_scales_are_refused(optimizer, tmp_path):
     """torch.distributed.checkpoint casts what it reads to the dtype of the tensor that it loads into."""
     import torch.distributed.checkpoint as dcp

@@ -73,6 +73,23 @@ def test_the_report_says_what_the_plan_says(reduced):
     assert sum(mine for mine, *_ in (row for r in results for row in r[1].values())) == 21
 
 
+def without_experts(rank, world):
+    """One expert on two ranks: (buckets in the report of each, its text)."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    expert = nn.Parameter(distribute_tensor(torch.ones(1, 8, 8), mesh, [Shard(0)]))
+    expert.grad = torch.ones_like(expert)
+    opt = package().Muon([expert], lr=0.1)
+    opt.step()
+    return len(opt.plan_report().rows), str(opt.plan_report())
+
+
+def test_a_rank_without_anything_to_step_has_an_empty_report(optimizer):
+    (one, _), (none, text) = run_threads(2, without_experts)
+    assert (one, none) == (1, 0) and text.startswith("plan of rank 1")
+
+
 def test_timing_is_off_unless_asked_for_and_changes_no_bit():
     plain, timed = (run_ranks(2, report_on, timing) for timing in (False, True))
     assert all("measured:" not in r[0] and r[4] == [] for r in plain)

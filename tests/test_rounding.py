@@ -164,6 +164,23 @@ def test_layouts_give_the_bits_of_one_process(way, kind):
         assert all(map(torch.equal, weights, alone))
 
 
+def counted(rank, world, together):
+    """A step without any gradient counts like the others: (the weight, the count)."""
+    generator = torch.Generator().manual_seed(0)
+    param = nn.Parameter(torch.randn(8, 8, generator=generator).to(BF16))
+    opt = package().Muon([param], lr=0.1, rounding="stochastic", process_group=dist.group.WORLD if together else None)
+    for step in range(4):
+        param.grad = torch.randn(8, 8, generator=generator).to(BF16) if step != 1 else None
+        opt.step()
+    return param.detach(), opt.param_groups[0]["rounding_step"]
+
+
+def test_ranks_count_a_step_without_gradients_as_one_process_does(optimizer):
+    weight, count = counted(0, 1, False)
+    for other, also in run_threads(2, counted, True):
+        assert also == count == 4 and torch.equal(other, weight)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_form_of_a_step_draws(way, monkeypatch, optimizer):
     """Of each matrix some elements are rounded otherwise than to nearest."""

@@ -50,6 +50,7 @@ from .rules.muon import (
     count_drawn,
     count_momentum,
     is_corrected,
+    is_stochastic,
 )
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
@@ -449,9 +450,12 @@ class Muon(ReportMethods):
         if bound.nonfinite is not None:
             self._count_skipped(bound.nonfinite, found_inf is None)
         # Only groups in `counting` count steps. A step that only creates state is not counted
-        if (bound.counting or bound.inputs.draws) and bound.missing.has_stepped():
+        # All groups with stochastic rounding count, also those without a gradient in this step: a
+        # process alone plans without them, and must count as ranks do
+        drawing = list(filter(is_stochastic, self.param_groups))
+        if (bound.counting or drawing) and bound.missing.has_stepped():
             count_momentum(bound.counting)
-            count_drawn(self.param_groups if bound.inputs.draws else ())
+            count_drawn(drawing)
 
     def _read_groups(self) -> None:
         """Adopt changed values of groups. Raises ValueError, naming the group, for wrong ones."""

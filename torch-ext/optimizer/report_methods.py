@@ -61,7 +61,8 @@ class ReportMethods(StateDictMethods):
         Not collective. Raises RuntimeError if nothing is bound: before the first step, and after
         release(), load_state_dict() or add_param_group().
         """
-        if not self._bound.all_jobs:
+        # A rank without parameters of its own has nothing to step, and an empty report
+        if not self._bound.all_jobs and self._preparation.fingerprint is None:
             raise RuntimeError(
                 f"nothing is bound {self._why_unbound}: call step() before plan_report()"
             )

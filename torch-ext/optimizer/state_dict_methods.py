@@ -23,7 +23,13 @@ from .rules.muon import REST_KEY
 from .rules.rule import sharded_keys
 from .state import create
 from .state.consolidated import check_target, consolidate
-from .state.state_dict import Loading, called_by_checkpoint, on_one_device, without_splits
+from .state.state_dict import (
+    Loading,
+    called_by_checkpoint,
+    on_one_device,
+    with_own_storages,
+    without_splits,
+)
 from .state.weights.split import (
     local_weights,
     master_weight,
@@ -115,8 +121,8 @@ class StateDictMethods(ForwardOverlapMethods):
         """
         by_checkpoint = called_by_checkpoint()
         saved = with_shown_rests(without_functions(self._saved(by_checkpoint)))
-        if by_checkpoint and self._options.offload_state:
-            saved = on_one_device(saved)
+        if self._options.offload_state:
+            saved = on_one_device(saved) if by_checkpoint else with_own_storages(saved)
         return without_splits(saved) if by_checkpoint else saved
 
     def _saved(self, by_checkpoint: bool) -> dict:
@@ -273,6 +279,8 @@ class StateDictMethods(ForwardOverlapMethods):
         self._own_process_groups = self._own_process_groups.mapped(_resolved)
         self._has_all_groups = True
         self._live_keys.accept(self.param_groups)
+        if "_options" in state:  # a copy, in which `__getstate__` made `betas` and `momentum` equal
+            self._beta1.follow(self.param_groups)
         self._drop_plans()
         self._why_unbound = "in a copy, or after unpickling"
 

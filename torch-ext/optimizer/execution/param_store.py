@@ -179,9 +179,10 @@ class Store:
         forms = zip(self.gradients, self.forms)
         others = [number for number, (g, form) in enumerate(forms) if form_of_gradient(g) != form]
         for number in others:
-            self.gradients[number] = copy_in_form(
-                self.gradients[number], self.forms[number], self.names[number]
-            )
+            gradient, form = self.gradients[number], self.forms[number]
+            if number in self.missing:  # zeros are zeros in every dtype
+                gradient = gradient.to(form[0])
+            self.gradients[number] = copy_in_form(gradient, form, self.names[number])
         return bool(others)
 
     def report_all_missing(self) -> None:

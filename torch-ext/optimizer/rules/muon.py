@@ -125,10 +125,9 @@ def _mix(x: int) -> int:
 
 
 def count_drawn(groups: Iterable[dict[str, Any]]) -> None:
-    """Count a step of the groups with stochastic rounding, in place: the next has other bits."""
+    """Count a step of groups with stochastic rounding, in place: the next has other bits."""
     for group in groups:
-        if is_stochastic(group):
-            group[DRAWN_KEY] = group.get(DRAWN_KEY, 0) + 1
+        group[DRAWN_KEY] = group.get(DRAWN_KEY, 0) + 1
 
 
 # Allowed values of `master_weights`. None: a weight is its parameter. "split16": an fp32 weight is

@@ -420,8 +420,9 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     name = group.get("rule") or ("normuon" if "beta2" in group else "muon")
     if name not in RULES:
         raise ValueError(
-            f"there is no rule {name!r} in this process: pass the class to an optimizer once, as "
-            "`rule` of a group, before a checkpoint or a pickle with its name is loaded"
+            f"there is no rule {name!r} in this process, which has {sorted(RULES)}. Pass the class "
+            "of your own rule to an optimizer once, as `rule` of a group, before a checkpoint or a "
+            "pickle with its name is loaded"
         )
     return RULES[name]
 

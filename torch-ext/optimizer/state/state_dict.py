@@ -108,6 +108,35 @@ def on_one_device(state_dict: dict) -> dict:
     return {**state_dict, "state": state}
 
 
+def with_own_storages(state_dict: dict) -> dict:
+    """Return a state dict in which each state on the host has a storage of its own bytes, shared
+    with the optimizer.
+
+    With offload, states of several dtypes lie in one storage, which torch.save refuses.
+    """
+    state = {
+        number: {key: _with_own_storage(value) for key, value in entries.items()}
+        for number, entries in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _with_own_storage(value: object) -> object:
+    """Return a dense tensor, or a DTensor's shard, in a storage that ends with the tensor; other
+    values unchanged.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    local = local_of(value)
+    storage = local.untyped_storage()
+    start = local.storage_offset() * local.itemsize
+    if local.device.type != "cpu" or not local.numel() or storage.nbytes() == local.nbytes:
+        return value
+    own = storage[start : start + local.nbytes]
+    local = torch.empty(0, dtype=local.dtype).set_(own, 0, local.shape, local.stride())
+    return with_local(value, local) if is_dtensor(value) else local
+
+
 def _on_host(value: object) -> object:
     """Return a tensor with dims, or a DTensor's shard, on the host; other values unchanged."""
     if not isinstance(value, torch.Tensor) or not value.ndim or value.device.type == "cpu":

@@ -270,8 +270,8 @@ def _agreed_forms(
     for entry, *found in zip(members, *(vector.tolist() for vector in gathered)):
         if len(set(found)) > 1:
             raise RuntimeError(
-                f"{entry.key} of parameter {entry.name} is at other places on some ranks of its mesh: "
-                "load the state on all ranks, or on none, and change it on all ranks alike"
+                f"{entry.key} of parameter {entry.name} is at other places on some ranks of its "
+                "mesh: load the state on all ranks, or on none, and change it on all ranks alike"
             )
     return forms
 

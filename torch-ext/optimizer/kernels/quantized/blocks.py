@@ -133,7 +133,7 @@ def matrices_of(tensor: torch.Tensor, view: str) -> torch.Tensor:
     of the parameter's `Split`.
     """
     if view == "flatten":
-        return tensor.reshape(tensor.shape[0], -1)
+        return tensor.flatten(1)
     return tensor.permute(*range(2, tensor.ndim), 0, 1) if view == "taps" else tensor
 
 
