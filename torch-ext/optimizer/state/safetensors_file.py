@@ -19,12 +19,13 @@ import stat
 import torch
 
 from ..kernels.quantized.blocks import DTYPE as QUANTIZED
+from ..params.checks.group_keys import OPTIONAL_KEYS, TOLERATED
 from ..params.checks.saved_function import with_function, without_function
 from ..params.dtensor import is_dtensor
 from ..params.errors import given_names, in_group, shortened
 from ..params.param_groups import clean_names
 from ..params.units import splits_of
-from ..params.validation import OPTIONAL_KEYS, TOLERATED, check_group
+from ..params.validation import check_group
 from ..rules.muon import REST_KEY
 from ..rules.rule import SCALE_KEY, all_state_keys
 from .momentum.averages import loaded_keys, wide_if_needed

@@ -17,7 +17,7 @@ import torch
 
 from ..communication.redistribute import place_like
 from ..kernels.quantized.blocks import is_quantized
-from ..params.checks.group_keys import as_one_group
+from ..params.checks.group_keys import CHANGED, OPTIONAL_KEYS, as_one_group
 from ..params.checks.live_keys import warn_of_saved_arguments
 from ..params.checks.saved_function import has_function, with_function
 from ..params.config import ARGUMENTS, MuonConfig
@@ -26,7 +26,7 @@ from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_of
-from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
+from ..params.validation import check_numbers
 from ..rules.decay import INITIAL_KEY
 from ..rules.elementwise import DEFAULT, DTYPE_KEY, elementwise_of, is_8bit
 from ..rules.muon import REST_KEY, SETTLED, STEPS_KEY, SUM_KEY
