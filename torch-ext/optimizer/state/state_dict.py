@@ -44,7 +44,7 @@ from ..rules.rule import (
 from .consolidated import refuse_elsewhere
 from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
-from .peers import check_source, going_on_from_adamw, listed
+from .peers.facts import check_source, going_on_from_adamw, listed
 from .shard_check import check_shards
 from .weights.split import check_place, check_rest, warn_of_rests, with_own_precision
 
