@@ -488,7 +488,7 @@ def groups_of_mesh(mesh: DeviceMesh) -> list[dist.ProcessGroup] | None:
     return groups
 
 
-def _cut_by_torch(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def cut_by_torch(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """The local shard of `whole` for the placements of `param`, cut by torch's own code.
 
     For shardings not supported by `Layout`. Nothing is sent: `whole` is on every rank.
