@@ -530,7 +530,7 @@ def check_placements(param: torch.Tensor, name: str, use_muon: bool = True) -> N
     _check_rank_order(param, label)
 
 
-def check_state(
+def check_state_sharding(
     param: torch.Tensor, name: str, per: str, split: Split = WHOLE, by_rows: bool = False
 ) -> None:
     """Raise NotImplementedError, naming the parameter, if state with a number for each `per` cannot

@@ -34,9 +34,15 @@ from .checks.group_values import (
     require,
 )
 from .checks.rule_options import check_rule_with_options
-from .dtensor import form_of, is_dtensor, local_of
+from .dtensor import is_dtensor, local_of, properties_of
 from .errors import in_group, name_in, name_of, names_in, shortened
-from .layout import check_local_shape, check_placements, check_state, check_unit_sharding, layout_of
+from .layout import (
+    check_local_shape,
+    check_placements,
+    check_state_sharding,
+    check_unit_sharding,
+    layout_of,
+)
 from .own_process_groups import refuse_late_key
 from .units import WHOLE, Split, check_splits, splits_of
 
@@ -259,9 +265,9 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
             name = name_of(group, number)
             check_unit_sharding(param, name, split)
             for per in {s.per for s in state}:
-                check_state(param, name, per, split, options.owner_keeps_state)
+                check_state_sharding(param, name, per, split, options.owner_keeps_state)
             # Looks at every rank: once for parameters that are alike
-            likeness = param.shape, split, form_of(param)[3]
+            likeness = param.shape, split, properties_of(param)[3]
             if is_8bit and likeness not in checked:
                 check_blocks(param, name, split, options.process_group, BLOCK)
                 checked.add(likeness)
@@ -286,7 +292,7 @@ def check_averages(group: dict, options: MuonConfig) -> None:
         )
     checked = set()
     for number, param in enumerate(group["params"]):
-        likeness = param.shape, form_of(param)[3]
+        likeness = param.shape, properties_of(param)[3]
         if param.requires_grad and is_8bit(group, param) and likeness not in checked:
             checked.add(likeness)  # looks at every rank
             name = name_of(group, number)

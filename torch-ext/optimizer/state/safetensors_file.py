@@ -34,7 +34,7 @@ from .state_dict import (
     KINDS,
     STRUCTURE,
     check_same_rule,
-    check_state,
+    check_saved_state,
     options_of,
     with_momentum_steps,
     with_own_rule,
@@ -497,7 +497,7 @@ def _saved_group(
                 f"parameter {name}, but its state here is {', '.join(sorted(keys))}: build the "
                 "group with the rule and the options with which it was saved"
             )
-        check_state(param, keys, name, states.get(name, {}), split)
+        check_saved_state(param, keys, name, states.get(name, {}), split)
     check_same_rule(number, group, options)
     known = dict.fromkeys((*group, *OPTIONAL_KEYS))
     taken = {key: _from_json(key, group.get(key), options[key]) for key in known if key in options}

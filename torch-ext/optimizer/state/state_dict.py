@@ -3,7 +3,8 @@ is copied into place.
 
 `Loading`: hooks around torch's `load_state_dict`. `matched_groups`: saved groups in the division of
 the optimizer. `restore`: checks by name, shape, dtype and kind of group, then copies in the
-optimizer's dtypes and placements. `options_of` and `check_state` serve safetensors_file.py too.
+optimizer's dtypes and placements. `options_of` and `check_saved_state` serve safetensors_file.py
+too.
 """
 
 from __future__ import annotations
@@ -481,7 +482,9 @@ def _checked(
     """
     state = converted(state, group, saved, name, split, options.state_dtype)
     state = wide_if_needed(state, group, param, name)
-    check_state(param, loaded_keys(group, param, options.state_dtype, state), name, state, split)
+    check_saved_state(
+        param, loaded_keys(group, param, options.state_dtype, state), name, state, split
+    )
     return state
 
 
@@ -518,7 +521,7 @@ def _foreign_entries(state: object) -> dict:
     return {key: value for key, value in state.items() if key not in known}
 
 
-def check_state(
+def check_saved_state(
     param: torch.Tensor, keys: Sequence[str], name: str, state: object, split: Split = WHOLE
 ) -> None:
     """Raise ValueError unless `state` can be the saved state of `param` under a rule with state
