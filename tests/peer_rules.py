@@ -13,7 +13,7 @@ import torch
 from tests.test_peer_sets import POLAR_EXPRESS
 
 # The numbers below are written here a second time on purpose, from the peers' sources, and are not
-# taken from torch-ext/optimizer/peers.py, so that the tests notice a wrong number there.
+# taken from torch-ext/optimizer/state/peers/facts.py, so that the tests notice a wrong number there.
 JORDAN = ((3.4445, -4.7750, 2.0315),)
 YOU = (
     (4.0848, -6.8946, 2.9270),

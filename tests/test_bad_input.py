@@ -231,21 +231,21 @@ def test_an_entry_that_is_no_pair():
     ("rounding_step", (1 << 63) - 1, [-1]), ("radius", 2.0, [0.0, math.inf, math.nan, "2"])])
 def test_live_values_of_many_groups_are_checked_together(key, usual, wrong, monkeypatch):
     """The groups are not looked at one by one unless a value is unusual."""
-    validation, counts, seen = part("params.validation"), {}, []
+    values, counts, seen = part("params.checks.scheduled_values"), {}, []
     options = {"rule": "scion", "radius": 1.0} if key == "radius" else {
         "rounding": "stochastic", "momentum_form": "bias_corrected"}
     params = [matrix(dtype=torch.bfloat16) for _ in range(6)]
     groups = package().Muon([{"params": [p]} for p in params], **options).param_groups
     for name in ("check_counts", "check_radius"):
-        counts[name] = getattr(validation, name)
-        monkeypatch.setattr(validation, name, lambda group, name=name: seen.append(name) or counts[name](group))
+        counts[name] = getattr(values, name)
+        monkeypatch.setattr(values, name, lambda group, name=name: seen.append(name) or counts[name](group))
     groups[4][key] = usual
-    validation.check_scheduled_values(groups)
+    values.check_scheduled_values(groups)
     assert seen == []
     for value in wrong:
         groups[4][key] = value
         with pytest.raises(ValueError, match=f"group 4.*{key}="):
-            validation.check_scheduled_values(groups)
+            values.check_scheduled_values(groups)
     assert seen
 
 

@@ -223,12 +223,13 @@ def test_the_argument_table_is_complete_and_right(optimizer, part):
 
 
 def test_the_table_of_group_keys_is_complete(part):
-    assert set(table("README.md", "### Keys of a group")) == part("params.validation").GROUP_KEYS | {"beta2"}
+    assert set(table("README.md", "### Keys of a group")) == part("params.checks.group_keys").GROUP_KEYS | {"beta2"}
 
 
 def test_keys_that_are_let_through_are_listed(part):
     said = re.search(r"\n\n([^|]*)are let through without effect", text_of("README.md"))[1]
-    assert {name.partition("=")[0] for name in re.findall(r"`([^`]+)`", said)} == part("params.validation").TOLERATED
+    names = {name.partition("=")[0] for name in re.findall(r"`([^`]+)`", said)}
+    assert names == part("params.checks.group_keys").TOLERATED
 
 
 def test_ranks_compare_as_many_numbers_as_is_said(part):

@@ -120,7 +120,7 @@ def all_arguments():
 
 def test_each_argument_holds_for_all_groups_or_is_a_key_of_one(optimizer):
     """So that a new argument is either taken from live groups or refused there."""
-    keys = {"params", *part("params.validation").GROUP_KEYS, *all_arguments()}
+    keys = {"params", *part("params.checks.group_keys").GROUP_KEYS, *all_arguments()}
     assert set(inspect.signature(optimizer.Muon).parameters) <= keys
 
 

@@ -354,3 +354,27 @@ def test_minus_zero_marks_unselected_elements_only(optimizer):
     whole, chosen = torch.empty(1, 4, 3), torch.tensor([[1, 3]])
     selection.scatter(torch.full((1, 2, 3), -0.0), 0, chosen, whole)
     assert (whole == 0).all() and torch.signbit(whole)[0].any(1).tolist() == [True, False, True, False]
+
+
+def blocks_of_columns(rank, world, rule, dim):
+    """Blocks of columns on ranks that shard rows or columns: the weight after a step."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    full = torch.arange(68.0).view(17, 4).sin()
+    if world > 1:
+        full = distribute_tensor(full, init_device_mesh("cpu", (world,)), [Shard(dim)])
+    param = nn.Parameter(full)
+    groups = [{"params": [("weight", param)], "split": {"columns": [2, 1, 1]}}]
+    opt = package().Muon(groups, lr=0.1, rule=rule, fraction=0.5)
+    param.grad = param.detach().clone()
+    opt.step()
+    return param.full_tensor() if world > 1 else param.detach()
+
+
+def test_state_of_rows_lies_beside_the_rows_or_is_refused(optimizer):
+    """Blocks of columns, sharded along columns: a block's numbers may be on another rank. One rank had a KeyError."""
+    for rule, dim in (("dion2", 0), ("dion2", 1), ("dion3", 0)):
+        whole = blocks_of_columns(0, 1, rule, dim)
+        assert all(torch.equal(found, whole) for found in run_threads(2, blocks_of_columns, rule, dim))
+    with pytest.raises(RuntimeError, match="NotImplementedError.*weight of shape.*a block and its state may be on"):
+        run_threads(2, blocks_of_columns, "dion3", 1)

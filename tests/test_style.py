@@ -203,6 +203,23 @@ def test_only_two_modules_know_placements(module):
     assert module in ("params.layout", "communication.redistribute") or not names & PLACEMENTS
 
 
+# Names with an underscore that another module imports: two kernels, written in pointer.py and launched by api.py
+PRIVATE = {"kernels.matmul.api": {"_linear_kernel", "_product_kernel"}}
+
+
+@every_module
+def test_no_module_takes_private_names_of_another(module):
+    """Neither imported by name nor read from an imported module: what begins with an underscore serves one module."""
+    nodes = list(ast.walk(TREES[module]))
+    aliases = [alias for node in nodes if isinstance(node, ast.ImportFrom) and node.level for alias in node.names]
+    found = {alias.name for alias in aliases if alias.name.startswith("_")}
+    imported_names = {alias.asname or alias.name for alias in aliases}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr):
+            found |= {node.attr} if getattr(node.value, "id", None) in imported_names else set()
+    assert found == PRIVATE.get(module, set())
+
+
 @every_module
 def test_only_kernels_import_triton_and_nobody_needs_more_than_torch(module):
     for node in ast.walk(TREES[module]):

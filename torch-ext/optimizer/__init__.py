@@ -21,7 +21,7 @@ from .newton_schulz.custom_op import orthogonalize
 from .params.param_groups import get_default_muon_param_groups
 from .qk_clip.clip import QKClip
 from .rules.rule import Rule, State
-from .state.convert import convert_state_dict
+from .state.peers.convert import convert_state_dict
 from .state.safetensors_file import export_state, import_state
 
 __all__ = [

@@ -28,7 +28,7 @@ from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
 from .params import units, validation
-from .params.checks import group_values
+from .params.checks import group_keys, group_values, scheduled_values
 from .params.checks.live_keys import LiveKeys
 from .params.checks.memory import check_memory
 from .params.config import MuonConfig, with_parameters_of
@@ -217,7 +217,7 @@ class Muon(ReportMethods):
         self._forward_overlap = ForwardOverlap(options.overlap_forward)
         self._backward_overlap = BackwardOverlap()
         self._beta1 = Beta1()
-        self._live_keys = LiveKeys(validation.check_keys, validation.CHANGED)
+        self._live_keys = LiveKeys()
         self._has_all_groups = False  # the constructor has added all groups
         self._first_members = validation.Members()  # of the groups added by the constructor so far
         self._unscaling = Unscaling()
@@ -288,7 +288,7 @@ class Muon(ReportMethods):
         )
         try:
             with in_group(count, param_group):
-                if validation.is_adamw(param_group):
+                if group_values.is_adamw(param_group):
                     check.adopt_elementwise(param_group, self._adamw)
                 validation.check_param_list(param_group, self.param_groups, members)
                 super().add_param_group(param_group)
@@ -315,9 +315,9 @@ class Muon(ReportMethods):
         """
         if self._master_weights is not None:
             group.setdefault(MASTER_KEY, self._master_weights)
-        if validation.is_adamw(group):
+        if group_values.is_adamw(group):
             return
-        check.adopt(group, self._rule, validation.GROUP_KEYS, self._rule_options)
+        check.adopt(group, self._rule, group_keys.GROUP_KEYS, self._rule_options)
         adopt_rounding(group, *self._rounding)
         if is_corrected(group):
             group.setdefault(STEPS_KEY, 0)
@@ -347,7 +347,7 @@ class Muon(ReportMethods):
         validation.check_group(group, self._extra_keys, self._arguments())
         validation.check_across_params([group], [self._options], first)
         validation.check_units(group, self._own_process_groups.last_options(self._options))
-        if validation.is_adamw(group):
+        if group_values.is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])
 
     @property
@@ -459,7 +459,7 @@ class Muon(ReportMethods):
 
     def _read_groups(self) -> None:
         """Adopt changed values of groups. Raises ValueError, naming the group, for wrong ones."""
-        validation.check_scheduled_values(self.param_groups)
+        scheduled_values.check_scheduled_values(self.param_groups)
         self._live_keys.check(self.param_groups, self._extra_keys, self._arguments, self._written)
         self._beta1.follow(self.param_groups)
 

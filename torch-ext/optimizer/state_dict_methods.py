@@ -23,13 +23,8 @@ from .rules.muon import REST_KEY
 from .rules.rule import sharded_keys
 from .state import create
 from .state.consolidated import check_target, consolidate
-from .state.state_dict import (
-    Loading,
-    called_by_checkpoint,
-    on_one_device,
-    with_own_storages,
-    without_splits,
-)
+from .state.shown import called_by_checkpoint, on_one_device, with_own_storages, without_splits
+from .state.state_dict import Loading
 from .state.weights.split import (
     local_weights,
     master_weight,

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from ..kernels import backend
 from ..kernels.backend import triton_version, use_triton
 from ..params import errors
+from ..params.checks.group_keys import OPTIONAL_KEYS
 from ..params.config import MuonConfig
 from ..params.dtensor import local_of
 from ..params.errors import fsdp_names, shortened, warn_caller
 from ..params.layout import this_rank
 from ..params.units import NOT_VIEWABLE, is_viewable, shapes_of
-from ..params.validation import OPTIONAL_KEYS
 from ..planning.plan import bucket_sort_key, digest
 from ..planning.planner import Plan
 from ..rules.elementwise import elementwise_of

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, on_mesh_device
-from ..params.layout import _cut_by_torch, own_layout, this_rank, unsupported_sharding
+from ..params.layout import own_layout, this_rank, unsupported_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -125,6 +125,20 @@ def place_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     else:
         local = own_layout(param, whole.shape).cut(whole, this_rank())
     return as_dtensor(local.to(param.device), whole.shape, param.device_mesh, param.placements)
+
+
+def _cut_by_torch(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of `whole` for the placements of `param`, cut by torch's own code.
+
+    For shardings not supported by `Layout`. Nothing is sent: `whole` is on every rank.
+    """
+    from torch.distributed.tensor import Replicate
+
+    mesh = param.device_mesh
+    # Redistribution from Replicate to Shard slices locally
+    replicated = as_dtensor(whole.to(param.device), whole.shape, mesh, [Replicate()] * mesh.ndim)
+    local = replicated.redistribute(placements=param.placements).to_local()
+    return local.clone(memory_format=torch.contiguous_format)
 
 
 def _gathered(value: torch.Tensor) -> torch.Tensor:

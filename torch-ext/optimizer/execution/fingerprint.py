@@ -16,8 +16,14 @@ from operator import itemgetter
 
 import torch
 
+from ..params.checks.gradients import (
+    check_gradients,
+    dtype_of,
+    gradient_of,
+    requires_grad_of,
+    spec_of,
+)
 from ..params.dtensor import gradient_dtype, local_of, placements_of, raw_locals
-from ..params.validation import _dtype, _requires_grad, _spec, check_gradients, gradient_of
 from ..planning.memory_model import ALIGNMENT
 from ..rules.rule import PLANNED_OPTIONS, frozen, option_keys
 
@@ -73,9 +79,8 @@ def fingerprint(groups: Sequence[dict], state: dict, *more: object) -> object:
         if any(map(torch.Tensor.is_neg, gradients)):
             return object()
         # A list per attribute takes less time than a tuple per parameter
-        forms = [
-            list(map(look, gradients)) for look in (_dtype, torch.Tensor.size, torch.Tensor.stride)
-        ]
+        looks = dtype_of, torch.Tensor.size, torch.Tensor.stride
+        forms = [list(map(look, gradients)) for look in looks]
         return (
             static_fingerprint(groups, state),
             forms,
@@ -121,7 +126,7 @@ class StepFingerprint:
         self.misalignments = self.seen[2]
         self.placements = self.seen[4]  # of gradients; empty without DTensors
         self.kind = type(whole[0])  # of all gradients
-        self.specs = list(map(_spec, whole)) if self.placements else []
+        self.specs = list(map(spec_of, whole)) if self.placements else []
         self.is_plain = _is_same(local, held)  # no parameter or state is a DTensor
         self.addresses = list(map(torch.Tensor.data_ptr, local))
         # Guards ignore requires_grad where gradients are disabled, as in `step`. Without guards, as
@@ -174,7 +179,7 @@ class StepFingerprint:
         if set(map(type, whole)) != {self.kind}:
             return False
         gradients = _locals(whole, not self.placements)
-        specs = list(map(_spec, whole)) if self.placements else []
+        specs = list(map(spec_of, whole)) if self.placements else []
         local = _locals(held, self.is_plain)
         with torch.enable_grad():
             if not self._pass_guards(held, gradients, local):
@@ -298,7 +303,7 @@ def static_fingerprint(groups: Sequence[dict], state: dict) -> object:
         return (
             _constants_of(groups),
             list(map(id, params)),
-            list(map(_requires_grad, params)),
+            list(map(requires_grad_of, params)),
             _memory(held),
         )
     except (AttributeError, RuntimeError, TypeError):
@@ -309,7 +314,7 @@ def _memory(tensors: list[torch.Tensor]) -> list[list]:
     """Address, shape, strides and dtype of tensors: a new view of equal address may have other
     elements.
     """
-    looks = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, _dtype
+    looks = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, dtype_of
     return [list(map(look, tensors)) for look in looks]
 
 

@@ -24,6 +24,7 @@ from ..kernels.quantized.momentum import QuantizedView
 from ..kernels.weights.split import SplitWeights
 from ..metrics.collector import Collector, OrthogonalitySample
 from ..params import errors
+from ..params.checks.gradients import check_gradients, gradient_of
 from ..params.dtensor import (
     gradient_dtype,
     is_mismatched,
@@ -33,7 +34,6 @@ from ..params.dtensor import (
 )
 from ..params.layout import this_rank, zeros_with_placements
 from ..params.param_groups import clean_name
-from ..params.validation import check_gradients, gradient_of
 from ..planning.plan import Matrix
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece

@@ -25,7 +25,7 @@ from ..communication.process_groups import ProcessGroups, world_now
 from ..kernels.backend import capturing
 from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
-from ..params.dtensor import form_of, is_dtensor, local_of
+from ..params.dtensor import is_dtensor, local_of, properties_of
 from ..params.errors import name_in, warn_caller
 from ..params.layout import ranks_of_group
 from ..params.units import shapes_of, splits_by_id
@@ -35,7 +35,7 @@ from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
-from ..rules.decay import form_of as form_of_decay
+from ..rules.decay import form_of
 from ..rules.elementwise import DTYPE_KEY, elementwise_of
 from ..rules.muon import STEPS_KEY, comparable_scale, is_corrected, is_stochastic, is_sum
 from ..rules.rule import host_constants, rule_of, selection_of, sends_signs
@@ -199,7 +199,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         tuple(part.group_of),
         group["use_muon"],
         group["adjust_lr_fn"],
-        form_of_decay(group),
+        form_of(group),
         (is_sum(group), is_corrected(group), is_stochastic(group)),
         (group.get("master_weights"), group.get(DTYPE_KEY)),
         (rule_of if group["use_muon"] else elementwise_of)(group),
@@ -241,7 +241,7 @@ def make_plans(
     planner.check_bucket_buffers()
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
     # remaining ranks wait in `check_plans`
-    create.check_state(plans, state, options.state_dtype)
+    create.check_held_state(plans, state, options.state_dtype)
     later = check_plans(plans, options, process_groups)
     create.prepare_state(plans, state, options)
     return plans, later
@@ -350,7 +350,7 @@ class Preparation:
         self.place.pack(plans, state, groups)
         key = *memory_key(params, state, groups), scaled, collects
         if key != self._memory_key:
-            forms = [form_of(p) for p in params]
+            forms = [properties_of(p) for p in params]
             self.forget_memory()  # if binding fails
             # A parameter was cast, or placed otherwise, in place: plan again
             if self._param_forms not in (None, forms):

@@ -95,7 +95,7 @@ def mismatched_placements(
     }
 
 
-def form_of(param: torch.Tensor) -> tuple:
+def properties_of(param: torch.Tensor) -> tuple:
     """Shape, dtype, device and DTensor spec (None for a plain tensor): the properties of a
     parameter on which a plan depends.
 

@@ -488,20 +488,6 @@ def groups_of_mesh(mesh: DeviceMesh) -> list[dist.ProcessGroup] | None:
     return groups
 
 
-def _cut_by_torch(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The local shard of `whole` for the placements of `param`, cut by torch's own code.
-
-    For shardings not supported by `Layout`. Nothing is sent: `whole` is on every rank.
-    """
-    from torch.distributed.tensor import Replicate
-
-    mesh = param.device_mesh
-    # Redistribution from Replicate to Shard slices locally
-    replicated = as_dtensor(whole.to(param.device), whole.shape, mesh, [Replicate()] * mesh.ndim)
-    local = replicated.redistribute(placements=param.placements).to_local()
-    return local.clone(memory_format=torch.contiguous_format)
-
-
 def check_placements(param: torch.Tensor, name: str, use_muon: bool = True) -> None:
     """Raise NotImplementedError, naming the parameter, for placements with uncertain boxes.
 
@@ -530,12 +516,18 @@ def check_placements(param: torch.Tensor, name: str, use_muon: bool = True) -> N
     _check_rank_order(param, label)
 
 
-def check_state(
-    param: torch.Tensor, name: str, per: str, split: Split = WHOLE, by_rows: bool = False
+def check_state_sharding(
+    param: torch.Tensor,
+    name: str,
+    per: str,
+    split: Split = WHOLE,
+    by_rows: bool = False,
+    selects: bool = False,
 ) -> None:
     """Raise NotImplementedError, naming the parameter, if state with a number for each `per` cannot
     be stored like `param`: along an interleaved dim the state has another size. `split`: how the
     parameter is cut into matrices. `by_rows`: owners keep the state, by rows of the parameter.
+    `selects`: ranks send selected rows or columns, with their state.
     """
     interleaved = _interleaved(param.placements) if is_dtensor(param) else ()
     shape, of_state = tuple(param.shape), split.state_shape(param.shape, per)
@@ -544,6 +536,13 @@ def check_state(
             f"parameter {name} of shape {shape} with placements {param.placements}: the rule "
             f"keeps one number for each {per}, which torch cannot shard like this interleaved "
             "dim. Use Muon's rule for it, or put it into a group with use_muon=False"
+        )
+    dims = map(_shard_dim, param.placements) if selects and is_dtensor(param) else ()
+    if any(dim is not None and shape[dim] != of_state[dim] > 1 for dim in dims):
+        raise NotImplementedError(
+            f"parameter {name} of shape {shape} with placements {param.placements}: the rule "
+            "selects rows with their state, but a dim is sharded that `split` cuts into blocks, so "
+            "a block and its state may be on different ranks: shard another dim, or take 'dion2'"
         )
     if by_rows and of_state[0] != shape[0]:
         raise NotImplementedError(

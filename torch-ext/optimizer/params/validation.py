@@ -1,4 +1,4 @@
-"""Checks of parameter groups, options, parameters and gradients, before a step changes anything.
+"""Checks of parameter groups, options and parameters, before a step changes anything.
 
 Raises ValueError (a value is wrong), NotImplementedError (a parameter is of an unsupported kind) or
 RuntimeError (a step found a wrong gradient or tensor). Each message names the parameter or the key,
@@ -8,9 +8,6 @@ groups of the rank alone.
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -23,39 +20,29 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..kernels.quantized.blocks import BLOCK, is_quantized
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
-from ..rules.decay import DECOUPLED
-from ..rules.elementwise import DTYPE_KEY, ELEMENTWISE, check_radius, elementwise_of, is_8bit
-from ..rules.muon import (
-    DRAWN_KEY,
-    MASTER_KEY,
-    MOMENTUM_FORMS,
-    ROUNDINGS,
-    SEED_KEY,
-    SETTLED,
-    STEPS_KEY,
-    is_split,
-    is_stochastic,
-)
-from ..rules.rule import RULES, has_radius, number_of, rule_of
-from .checks.group_keys import is_false, is_same, misspelt
+from ..rules.elementwise import DTYPE_KEY, elementwise_of, is_8bit
+from ..rules.muon import MASTER_KEY, is_split, is_stochastic
+from ..rules.rule import number_of, rule_of
+from .checks.group_keys import check_keys
 from .checks.group_values import (
     BELOW_ONE,
-    COUNTS,
     FINITE,
-    FLAGS,
-    LIMITS,
     check_betas,
-    check_counts,
     check_flags,
     check_scale_function,
     check_values,
-    is_adamw,
     require,
 )
 from .checks.rule_options import check_rule_with_options
-from .dtensor import form_of, is_dtensor, is_mismatched, local_of, raw_locals
-from .errors import in_group, name_among, name_in, name_of, names_in, shortened
-from .layout import check_local_shape, check_placements, check_state, check_unit_sharding, layout_of
+from .dtensor import is_dtensor, local_of, properties_of
+from .errors import in_group, name_in, name_of, names_in, shortened
+from .layout import (
+    check_local_shape,
+    check_placements,
+    check_state_sharding,
+    check_unit_sharding,
+    layout_of,
+)
 from .own_process_groups import refuse_late_key
 from .units import WHOLE, Split, check_splits, splits_of
 
@@ -63,55 +50,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from .config import MuonConfig
-
-# Keys of Muon and AdamW groups; NorMuon adds "beta2", other rules their options
-GROUP_KEYS = frozenset(
-    (
-        "params",
-        "param_names",
-        "use_muon",
-        "lr",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "ns_coefficients",
-        "eps",
-        "ns_steps",
-        "adjust_lr_fn",
-        "split",
-        "transposed",
-        "rule",
-        "betas",
-        "process_group",
-        "decay",
-        "momentum_form",
-        "rounding",
-        "rounding_seed",
-        "rounding_step",
-        "master_weights",
-        DTYPE_KEY,
-        STEPS_KEY,
-    )
-)
-# Keys that a group has only if they were given -> default. So checkpoints from before a key was
-# added fit: torch.distributed.checkpoint refuses to load fewer keys than groups have
-OPTIONAL_KEYS = {
-    "decay": DECOUPLED,
-    "momentum_form": MOMENTUM_FORMS[0],
-    STEPS_KEY: SETTLED,
-    "rounding": ROUNDINGS[0],
-    SEED_KEY: 0,
-    DRAWN_KEY: 0,
-    MASTER_KEY: None,
-}
-# Keys that learning-rate schedulers add
-SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
-# Keys of torch and torchtitan, allowed though without effect
-TOLERATED = frozenset(("name", "fused", "foreach", "differentiable", *SCHEDULED))
-# Options of torch.optim that change the result of a step, and are not implemented
-CHANGED = ("maximize", "amsgrad", "differentiable")
-# Name of an algorithm, as value of any key -> use_muon of a group stepped with the algorithm
-ALGORITHMS = {"adam": False, "adamw": False, "muon": True, "normuon": True}
 
 
 class Members:
@@ -230,61 +168,6 @@ def check_group(
             check_param(param, name_of(group, i), group)
 
 
-def check_keys(
-    group: dict,
-    extra_keys: Collection[str],
-    arguments: Mapping[str, object],
-    known: Collection[str] = (),
-) -> None:
-    """Raise ValueError for a key without effect if the user probably expects an effect.
-
-    Refused are keys of `arguments` with another value than the optimizer's, options of torch with
-    an effect on steps, and, unless in `known`, unknown keys that resemble a key of the group, and
-    names of an algorithm in contradiction to use_muon. All further keys belong to schedulers,
-    wrappers and loggers, and stay. extra_keys, arguments: as in `check_group`.
-    """
-    rule = (ELEMENTWISE if is_adamw(group) else RULES).get(group.get("rule"))
-    options = rule.options if rule else ()
-    # Matrices have the dtype of the optimizer
-    others = () if is_adamw(group) else (DTYPE_KEY,)
-    own = {*GROUP_KEYS, *extra_keys, *options}.difference(others)
-    for key in [key for key in group if isinstance(key, str) and key not in own]:
-        value = group[key]
-        text = f"{shortened(key)}={shortened(repr(value))}"
-        if key in arguments:
-            # An equal value contradicts nothing
-            if not is_same(value, arguments[key]):
-                raise ValueError(
-                    f"{text} is an argument of the optimizer, which holds for all groups and is "
-                    f"{shortened(repr(arguments[key]))}: pass it to the optimizer, and remove the "
-                    "key"
-                )
-        elif key in CHANGED:
-            if not is_false(value):
-                raise ValueError(
-                    f"{text} is not allowed: this optimizer has no such option; remove the key"
-                )
-        elif key in known:
-            continue
-        elif key == "beta2":
-            raise ValueError(
-                f"{text} is not allowed: only groups of NorMuon have it, and AdamW groups have "
-                "betas=(beta1, beta2); use NorMuon, or remove the key"
-            )
-        elif key not in TOLERATED and (meant := misspelt(key, own)):
-            raise ValueError(
-                f"unknown key {shortened(repr(key))}, which resembles {meant!r}; allowed are "
-                f"{', '.join(sorted(own))}: remove or rename it"
-            )
-        if isinstance(value, str) and ALGORITHMS.get(
-            value.lower(), not is_adamw(group)
-        ) == is_adamw(group):
-            raise ValueError(
-                f"{text} names another algorithm than use_muon={not is_adamw(group)}, and only "
-                "use_muon has an effect: set use_muon, or rename the value"
-            )
-
-
 def device_of(groups: Iterable[dict]) -> torch.device:
     """The device of the first parameter with requires_grad=True; else of the first parameter; the
     CPU without parameters.
@@ -353,86 +236,6 @@ def check_numbers(group: dict) -> None:
     check_values(group)
 
 
-MANY_GROUPS = 4  # groups above which values are compared as lists
-
-
-def _values_of(key: str, groups: Sequence[dict]) -> Iterable[object]:
-    """The values of `key` in the groups that have it. Computed in C."""
-    having = map(dict.__contains__, groups, itertools.repeat(key))
-    return map(operator.itemgetter(key), itertools.compress(groups, having))
-
-
-def _are_usual(groups: Sequence[dict]) -> bool:
-    """Whether scheduled values and radii are allowed floats, values of COUNTS allowed ints, and
-    nesterov bools. Computed in C: there may be a group for each parameter. False without groups.
-    """
-    for key, (most, _) in COUNTS.items():
-        values = list(_values_of(key, groups))
-        if values and (set(map(type, values)) != {int} or min(values) < 0 or max(values) > most):
-            return False
-    radii = list(_values_of("radius", groups))
-    # A rule without a radius may have any value under the key: such groups are checked singly
-    if radii and (
-        set(map(type, radii)) != {float} or not math.isfinite(sum(radii)) or min(radii) <= 0.0
-    ):
-        return False
-    for key, (most, absent) in LIMITS.items():
-        values = list(map(dict.get, groups, itertools.repeat(key), itertools.repeat(absent)))
-        if set(map(type, values)) != {float} or not math.isfinite(sum(values)):
-            return False
-        if min(values) < 0.0 or max(values) >= most:
-            return False
-    return set(map(type, map(dict.get, groups, itertools.repeat("nesterov")))) == {bool}
-
-
-def check_scheduled_values(groups: Sequence[dict]) -> None:
-    """Raise ValueError, with group and key, for a wrong value of a key of LIMITS, FLAGS or
-    COUNTS, of betas or radius, as schedules and users may have set them.
-
-    Called at every step, before changes. Numbers on a GPU are not read: the host would wait.
-    """
-    usual = len(groups) > MANY_GROUPS and _are_usual(
-        [group for group in groups if group.get("use_muon") is True]
-    )
-    for number, group in enumerate(groups):
-        if usual and group.get("use_muon") is True:
-            continue
-        for key, (most, absent) in LIMITS.items():
-            value = group.get(key, absent)
-            # Without a context manager where possible
-            if (
-                type(value) is float
-                and 0.0 <= value < most
-                or isinstance(value, torch.Tensor)
-                and _is_on_gpu(value)
-            ):
-                continue
-            given = number_of(value)
-            if 0 <= given < most or given == most == FP32_MAX:
-                continue
-            with in_group(number, group):
-                require(False, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
-        if {type(group.get(key)) for key in FLAGS} != {bool}:
-            with in_group(number, group):
-                check_flags(group)
-        if "radius" in group and has_radius(group):
-            with in_group(number, group):
-                check_radius(group)
-        if not COUNTS.keys().isdisjoint(group):
-            with in_group(number, group):
-                check_counts(group)
-        # An AdamW group without betas is refused by `check_changed_groups`, with another message
-        known = group.get("use_muon") is True or group.get("betas") is None
-        if not known and is_adamw(group):
-            with in_group(number, group):
-                check_betas("betas", group.get("betas"))
-
-
-def _is_on_gpu(value: torch.Tensor) -> bool:
-    """Whether `value` is a single number on a GPU: a read would make the host wait."""
-    return value.device.type != "cpu" and value.numel() == 1
-
-
 def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
     """Raise ValueError, TypeError or NotImplementedError, naming the parameter, for a `split` or
     `transposed` of a group that is wrong, or that a parameter cannot have, and for a function
@@ -456,15 +259,15 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
     rule = rule_of(group)
     is_8bit = is_quantized(options.state_dtype)
     check_rule_with_options(group, options.capturable, is_8bit, options.state_at_owners)
-    state, checked = rule.state, set()
+    state, selects, checked = rule.state, rule.selection(group) is not None, set()
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
         if param.requires_grad and param.ndim > 1:
             name = name_of(group, number)
             check_unit_sharding(param, name, split)
             for per in {s.per for s in state}:
-                check_state(param, name, per, split, options.owner_keeps_state)
+                check_state_sharding(param, name, per, split, options.owner_keeps_state, selects)
             # Looks at every rank: once for parameters that are alike
-            likeness = param.shape, split, form_of(param)[3]
+            likeness = param.shape, split, properties_of(param)[3]
             if is_8bit and likeness not in checked:
                 check_blocks(param, name, split, options.process_group, BLOCK)
                 checked.add(likeness)
@@ -489,7 +292,7 @@ def check_averages(group: dict, options: MuonConfig) -> None:
         )
     checked = set()
     for number, param in enumerate(group["params"]):
-        likeness = param.shape, form_of(param)[3]
+        likeness = param.shape, properties_of(param)[3]
         if param.requires_grad and is_8bit(group, param) and likeness not in checked:
             checked.add(likeness)  # looks at every rank
             name = name_of(group, number)
@@ -651,50 +454,3 @@ def check_param(param: torch.Tensor, name: str, group: dict) -> None:
         )
     check_placements(param, name, use_muon)
     check_local_shape(param, name)
-
-
-# Attributes read in C, for `map` over all parameters at every step
-gradient_of, _dtype, _requires_grad, _spec = map(
-    operator.attrgetter, ("grad", "dtype", "requires_grad", "_spec")
-)
-
-
-def check_gradients(params: Iterable[torch.Tensor], groups: Sequence[dict]) -> None:
-    """Raise RuntimeError, naming the parameter, if a gradient is sparse, is lazily negated, or has
-    another shape than the parameter.
-
-    params: parameters of `groups`; parameters without gradient are skipped.
-    """
-    params = [p for p in params if p.grad is not None]
-    for param, local, own in zip(params, raw_locals(map(gradient_of, params)), raw_locals(params)):
-        wrong = _wrong_with(param, local, own)
-        if wrong:
-            raise RuntimeError(
-                f"parameter {name_among(groups, param)} of shape {tuple(param.shape)} has a {wrong}"
-            )
-
-
-def _wrong_with(param: torch.Tensor, local: torch.Tensor, own: torch.Tensor) -> str:
-    """The fault of the gradient of `param` in words; "" without fault.
-
-    local, own: the local shards of gradient and parameter.
-    """
-    if param.grad.layout is not torch.strided:
-        return (
-            "sparse gradient, but only dense gradients are allowed: use sparse=False in "
-            "nn.Embedding, or step the parameter with torch.optim.SparseAdam"
-        )
-    # Kernels read memory and ignore the lazy sign bit
-    if local.is_neg():
-        return (
-            "gradient that is a lazily negated view (is_neg), whose memory has the opposite sign: "
-            "replace it by p.grad.resolve_neg()"
-        )
-    # Shards of a mismatched gradient have other shapes: the gradient is redistributed later
-    if param.grad.shape != param.shape or local.shape != own.shape and not is_mismatched(param):
-        return (
-            f"gradient of shape {tuple(local.shape)} on this rank, but the parameter has shape "
-            f"{tuple(own.shape)} on this rank: the gradient was made before the parameter was "
-            "resized or resharded; set p.grad to None and run backward again"
-        )
-    return ""

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..params.errors import shortened, warn_caller
 from ..params.model import heads as head_rules
-from ..params.model.fused_weights import _weight
+from ..params.model.fused_weights import weight_of
 from ..params.model.layouts import (
     ATTENTION,
     HEADS,
@@ -22,14 +22,14 @@ from ..params.model.layouts import (
     Arrangement,
     Blocks,
     Weight,
-    _looks_like_k_v,
-    _looks_like_q_k_v,
     class_paths,
     codegen,
+    looks_like_k_v,
+    looks_like_q_k_v,
     query_and_gate,
 )
 from ..params.model.layouts import mla as latent
-from ..params.param_groups import _places
+from ..params.param_groups import places_of
 
 # Modules between projections and logits that undo any scaling of the projections
 NORMS = re.compile(r"^(q|k|qk|query|key)_?(layer_?)?norm$|^norm_(q|k)$|^(q|k)_ln$|^ln_(q|k)$")
@@ -64,13 +64,13 @@ def find_layers(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, dict
     paths left out, with everything below. Raises ValueError, naming the module, if queries and keys
     """
     exclude = [exclude] if isinstance(exclude, str) else list(exclude)
-    places, structure = _places(model)
+    places, structure = places_of(model)
     names = {place.name for entries in places.values() for place in entries}
     paths = {id(module): path for path, module in reversed(structure.modules.items())}
     found: dict[str, _Found] = {}
     for param, entries in places.items():
         place = entries[0]
-        weight = _weight(param, place, structure) if param.ndim == 2 else None
+        weight = weight_of(param, place, structure) if param.ndim == 2 else None
         if weight is None:
             continue
         path = paths[id(weight.holder)]
@@ -173,17 +173,17 @@ def _parts(weight: Weight) -> tuple[dict | None, int, int]:
         ("q", head_rules.QUERIES, head_rules.KEYS),
         ("k", head_rules.KEYS, head_rules.QUERIES),
     ):
-        is_role = weight.layer in names and head_rules._has_one(weight.holder, names)
-        if is_role and (head_rules._has_one(weight.holder, others) or role == "q"):
+        is_role = weight.layer in names and head_rules.has_one(weight.holder, names)
+        if is_role and (head_rules.has_one(weight.holder, others) or role == "q"):
             if not _is_attention(weight):
                 continue
-            heads = head_rules._query_heads(weight)
+            heads = head_rules.query_heads(weight)
             if not heads:
                 raise ValueError("the number of its heads is unknown")
-            kv_heads = head_rules._key_heads(weight) if role == "k" else 0
+            kv_heads = head_rules.key_heads(weight) if role == "k" else 0
             return _blocks(weight, (), 1, (role,)), heads, kv_heads
     is_other = any(rule.applies(weight) and rule.blocks(weight) for rule in OTHERS)
-    if not is_other and (_looks_like_q_k_v(weight) or _looks_like_k_v(weight)):
+    if not is_other and (looks_like_q_k_v(weight) or looks_like_k_v(weight)):
         raise ValueError(
             f"its {weight.layer} of shape {weight.shape} looks like fused queries, keys and values "
             "of an unknown order"
@@ -193,7 +193,7 @@ def _parts(weight: Weight) -> tuple[dict | None, int, int]:
 
 def _is_attention(weight: Weight) -> bool:
     """Whether a module with a layer named after queries has keys, too: alone or fused."""
-    return head_rules._has_one(weight.holder, head_rules.KEYS) or head_rules._is_attention(weight)
+    return head_rules.has_one(weight.holder, head_rules.KEYS) or head_rules.is_attention(weight)
 
 
 def _roles(layout: Arrangement, weight: Weight, blocks: Blocks) -> tuple[str, ...]:
@@ -222,7 +222,7 @@ def _head_counts(
         heads = weight.number("n_local_heads", *HEADS)
         return heads, heads
     size = {role: n * blocks.repeat for role, n in zip(roles, blocks.sizes)}
-    heads = weight.heads()[0] or head_rules._query_heads(weight)
+    heads = weight.heads()[0] or head_rules.query_heads(weight)
     if not heads:
         raise ValueError("the number of its heads is unknown")
     if "q" not in size:

@@ -158,7 +158,7 @@ def is_state_missing(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> 
     )
 
 
-def check_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
+def check_held_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
     """Raise RuntimeError if state does not have its parameter's shape, if momentum in 8 bits lacks
     its scales, or if momentum is in 8 bits and `dtype` is not, or the reverse. `dtype`: the option
     `state_dtype`. Called before ranks compare plans: other ranks wait in the comparison until the

@@ -19,12 +19,13 @@ import stat
 import torch
 
 from ..kernels.quantized.blocks import DTYPE as QUANTIZED
+from ..params.checks.group_keys import OPTIONAL_KEYS, TOLERATED
 from ..params.checks.saved_function import with_function, without_function
 from ..params.dtensor import is_dtensor
 from ..params.errors import given_names, in_group, shortened
 from ..params.param_groups import clean_names
 from ..params.units import splits_of
-from ..params.validation import OPTIONAL_KEYS, TOLERATED, check_group
+from ..params.validation import check_group
 from ..rules.muon import REST_KEY
 from ..rules.rule import SCALE_KEY, all_state_keys
 from .momentum.averages import loaded_keys, wide_if_needed
@@ -33,7 +34,7 @@ from .state_dict import (
     KINDS,
     STRUCTURE,
     check_same_rule,
-    check_state,
+    check_saved_state,
     options_of,
     with_momentum_steps,
     with_own_rule,
@@ -496,7 +497,7 @@ def _saved_group(
                 f"parameter {name}, but its state here is {', '.join(sorted(keys))}: build the "
                 "group with the rule and the options with which it was saved"
             )
-        check_state(param, keys, name, states.get(name, {}), split)
+        check_saved_state(param, keys, name, states.get(name, {}), split)
     check_same_rule(number, group, options)
     known = dict.fromkeys((*group, *OPTIONAL_KEYS))
     taken = {key: _from_json(key, group.get(key), options[key]) for key in known if key in options}

@@ -3,13 +3,13 @@ is copied into place.
 
 `Loading`: hooks around torch's `load_state_dict`. `matched_groups`: saved groups in the division of
 the optimizer. `restore`: checks by name, shape, dtype and kind of group, then copies in the
-optimizer's dtypes and placements. `options_of` and `check_state` serve safetensors_file.py too.
+optimizer's dtypes and placements. `options_of` and `check_saved_state` serve safetensors_file.py
+too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +17,7 @@ import torch
 
 from ..communication.redistribute import place_like
 from ..kernels.quantized.blocks import is_quantized
-from ..params.checks.group_keys import as_one_group
+from ..params.checks.group_keys import CHANGED, OPTIONAL_KEYS, as_one_group
 from ..params.checks.live_keys import warn_of_saved_arguments
 from ..params.checks.saved_function import has_function, with_function
 from ..params.config import ARGUMENTS, MuonConfig
@@ -26,9 +26,9 @@ from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_of
-from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
+from ..params.validation import check_numbers
 from ..rules.decay import INITIAL_KEY
-from ..rules.elementwise import DEFAULT, DTYPE_KEY, elementwise_of, is_8bit
+from ..rules.elementwise import DEFAULT, elementwise_of, is_8bit
 from ..rules.muon import REST_KEY, SETTLED, STEPS_KEY, SUM_KEY
 from ..rules.rule import (
     OWNERS_KEY,
@@ -44,8 +44,9 @@ from ..rules.rule import (
 from .consolidated import refuse_elsewhere
 from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
 from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
-from .peers import check_source, going_on_from_adamw, listed
+from .peers.facts import check_source, going_on_from_adamw, listed
 from .shard_check import check_shards
+from .shown import SPLITS, called_by_checkpoint
 from .weights.split import check_place, check_rest, warn_of_rests, with_own_precision
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
@@ -53,96 +54,8 @@ KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for m
 ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
 # Keys of a group that loading never changes. `split` and `transposed` describe the model, and
 # `state_dtype` and other ARGUMENTS the optimizer, so the optimizer's own values stay.
-SPLITS = "split", "transposed", DTYPE_KEY  # missing from groups to which they were not given
 LABELS = ("param_names", "name", *SPLITS, *ARGUMENTS)
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
-
-
-def called_by_checkpoint(function: str | None = None) -> bool:
-    """Return whether torch.distributed.checkpoint is among the callers of the current function;
-    with `function`, whether its function of that name is.
-
-    torch.distributed.checkpoint loads into the tensors of `state_dict()`, and needs state of every
-    parameter. Other callers must not get new state: accelerate's `prepare` calls `state_dict()`
-    before the model is sharded, moves the state to the GPU and loads it back, so new state would be
-    whole on every rank.
-    """
-    # torch has no flag for the purpose, so the call stack is searched
-    frame = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.checkpoint"):
-            if function in (None, frame.f_code.co_name):
-                return True
-        frame = frame.f_back
-    return False
-
-
-def without_splits(state_dict: dict) -> dict:
-    """Return a state dict whose groups hold {} as values of SPLITS.
-
-    torch.distributed.checkpoint refuses a checkpoint that lacks a value of the optimizer: with {},
-    which has no value, a checkpoint from before the split was set loads. The keys stay, since the
-    flattened form demands all keys of the live groups. Loading never reads either value.
-    """
-    groups = [
-        {key: {} if key in SPLITS else value for key, value in group.items()}
-        for group in state_dict["param_groups"]
-    ]
-    return {**state_dict, "param_groups": groups}
-
-
-def on_one_device(state_dict: dict) -> dict:
-    """Return a state dict with all state of offloaded optimizers on the host, if the caller is
-    torch's `set_optimizer_state_dict` with `full_state_dict=True`.
-
-    torch fills the tensors from whole ones and passes them to `load_state_dict`. Before that it
-    raises ValueError ("Device mismatch") for state on several devices: with offload, state per
-    element is on the host, and state per row, block or matrix on the GPU.
-    """
-    if not called_by_checkpoint("_load_optim_state_dict"):
-        return state_dict
-    state = {
-        number: {key: _on_host(value) for key, value in of.items()}
-        for number, of in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
-
-
-def with_own_storages(state_dict: dict) -> dict:
-    """Return a state dict in which each state on the host has a storage of its own bytes, shared
-    with the optimizer.
-
-    With offload, states of several dtypes lie in one storage, which torch.save refuses.
-    """
-    state = {
-        number: {key: _with_own_storage(value) for key, value in entries.items()}
-        for number, entries in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
-
-
-def _with_own_storage(value: object) -> object:
-    """Return a dense tensor, or a DTensor's shard, in a storage that ends with the tensor; other
-    values unchanged.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    local = local_of(value)
-    storage = local.untyped_storage()
-    start = local.storage_offset() * local.itemsize
-    if local.device.type != "cpu" or not local.numel() or storage.nbytes() == local.nbytes:
-        return value
-    own = storage[start : start + local.nbytes]
-    local = torch.empty(0, dtype=local.dtype).set_(own, 0, local.shape, local.stride())
-    return with_local(value, local) if is_dtensor(value) else local
-
-
-def _on_host(value: object) -> object:
-    """Return a tensor with dims, or a DTensor's shard, on the host; other values unchanged."""
-    if not isinstance(value, torch.Tensor) or not value.ndim or value.device.type == "cpu":
-        return value
-    local = local_of(value).cpu()
-    return with_local(value, local) if is_dtensor(value) else local
 
 
 class Loading:
@@ -510,7 +423,9 @@ def _checked(
     """
     state = converted(state, group, saved, name, split, options.state_dtype)
     state = wide_if_needed(state, group, param, name)
-    check_state(param, loaded_keys(group, param, options.state_dtype, state), name, state, split)
+    check_saved_state(
+        param, loaded_keys(group, param, options.state_dtype, state), name, state, split
+    )
     return state
 
 
@@ -547,7 +462,7 @@ def _foreign_entries(state: object) -> dict:
     return {key: value for key, value in state.items() if key not in known}
 
 
-def check_state(
+def check_saved_state(
     param: torch.Tensor, keys: Sequence[str], name: str, state: object, split: Split = WHOLE
 ) -> None:
     """Raise ValueError unless `state` can be the saved state of `param` under a rule with state

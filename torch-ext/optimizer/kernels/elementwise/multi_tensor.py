@@ -87,7 +87,7 @@ class Launch:
     """Table of the rectangles of a combination of dtypes, on the device."""
 
     types: tuple[torch.dtype, ...]  # dtype of each list, the gradients' last
-    access: int  # ELEMENTS, VECTORS or ROW: in every list of every record, see `_access`
+    access: int  # ELEMENTS, VECTORS or ROW: in every list of every record, see `access_of`
     records: torch.Tensor  # (records, fields) int64, see the module's docstring
     blocks: torch.Tensor  # (programs, 2) int64: number of the record, first element in the record
     origins: torch.Tensor  # (records,) int64: index of the rectangle in the bound lists
@@ -263,7 +263,7 @@ def bind(
             types += (example.dtype,)
             fields.append((sources[origin].offset * size, *sources[origin].strides, size))
         for record in _records(shape, fields, keep_rows):
-            groups[types, _access(record, base)].append((origin, record + index))
+            groups[types, access_of(record, base)].append((origin, record + index))
     device = (lists[0] if lists else gradients)[0].device
     return [_launch(*key, group, device) for key, group in groups.items()]
 
@@ -273,7 +273,7 @@ def _strides(rectangle: torch.Tensor | Positions) -> tuple[int, int]:
     return rectangle.strides() if isinstance(rectangle, Positions) else rectangle.stride()
 
 
-def _access(record: list[int], base: int) -> int:
+def access_of(record: list[int], base: int) -> int:
     """Return how the elements of a record can be accessed.
 
     Vectors need columns without gaps, rows that are multiples of VECTOR elements long and apart,

@@ -24,7 +24,7 @@ from ..elementwise.multi_tensor import (
     Skip,
     Source,
     Squares,
-    _access,
+    access_of,
     element_pointers,
     gradient_address,
     group_offset,
@@ -224,7 +224,7 @@ def _bind(
         fields.append([source.offset * example.element_size(), *source.strides])
         # A row of a tile is a row of vectors: a lone row needs no further access than several
         plain = [*m.values.shape, *(number for field in fields for number in field)]
-        access = ELEMENTS if _access(plain, example.data_ptr()) == ELEMENTS else VECTORS
+        access = ELEMENTS if access_of(plain, example.data_ptr()) == ELEMENTS else VECTORS
         fields.insert(1, [m.scales.data_ptr(), *m.scales.stride()])
         record = [*m.values.shape, *(number for field in fields for number in field), source.tensor]
         types = (m.values.dtype, m.scales.dtype, *(t.dtype for t in tensors[1:]), example.dtype)

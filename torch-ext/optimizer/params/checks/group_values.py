@@ -1,7 +1,7 @@
 """Checks of single values in a parameter group: options that no schedule changes.
 
-validation.py checks scheduled values, keys and parameters. ValueError says the key, the value
-received and the allowed values; callers add the group.
+scheduled_values.py checks what schedules change, group_keys.py the keys. ValueError says the key,
+the value received and the allowed values; callers add the group.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from itertools import repeat
 
 from ...rules.elementwise import DTYPE_KEY
 from ..errors import in_group, label_of, shortened, warn_caller
-from .group_keys import is_same
+from .group_keys import CHANGED, check_keys, is_same
 from .rule_options import unread_options
 
 # Keys of groups of torch's AdamW, and of groups with use_muon=False
@@ -20,16 +20,12 @@ USUAL = "capturable", DTYPE_KEY
 class LiveKeys:
     """Checks groups again after their keys, or the values of fixed keys, have changed.
 
-    Fixed keys may have one value only: arguments of the optimizer, and `refused` keys. Without
+    Fixed keys may have one value only: arguments of the optimizer, and keys of CHANGED. Without
     changes `check` compares keys and fixed values, in C, and reads no other value.
     """
 
-    def __init__(self, check_keys: Callable[..., None], refused: Collection[str]) -> None:
-        """Begin without groups; `add` takes each new group. `check_keys` and `refused`: the
-        function and CHANGED of validation.py, given since validation.py imports from this folder.
-        """
-        self._check_keys = check_keys
-        self._refused = refused
+    def __init__(self) -> None:
+        """Begin without groups; `add` takes each new group."""
         # Keys of each group at the last check; None: the next check looks at all groups
         self._keys: list[tuple] | None = None
         # id of a group -> keys of the last check, or of `accept`
@@ -84,12 +80,12 @@ class LiveKeys:
                         "the key use_muon is missing: set it again, to True where the group's "
                         "matrices are orthogonalized, else to False"
                     )
-                self._check_keys(group, extra_keys, given, known)
+                check_keys(group, extra_keys, given, known)
             self._warn_of_unread(number, group, known, made)
         self._keys = keys
         self._known = dict(zip(map(id, groups), keys))
         present = set().union(*keys)
-        self._fixed = [key for key in (*given, *self._refused) if key in present]
+        self._fixed = [key for key in (*given, *CHANGED) if key in present]
         self._values = self._values_of(groups)
 
     def _warn_of_unread(

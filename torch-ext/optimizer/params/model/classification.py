@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .structure import NORM, Place, Structure, _own_parameters, _upwards, is_linear
+from .structure import NORM, Place, Structure, is_linear, own_parameters, upwards
 
 # Parts of a split: names of parameter groups, in the order of the groups
 PARTS = ("muon", "embeddings", "heads", "other", "no_decay")
@@ -194,7 +194,7 @@ def _head(param: torch.Tensor, place: Place, structure: Structure) -> Kind | Non
     and place.
     """
     path, module = structure.place_in_model(place)
-    if any(LOSS.search(type(structure.modules.get(above)).__name__) for above in _upwards(path)):
+    if any(LOSS.search(type(structure.modules.get(above)).__name__) for above in upwards(path)):
         return Kind(HEADS, "head")
     weight = param
     # An adapter of a head trains a head: the layer below the adapter decides
@@ -294,7 +294,7 @@ def _elementwise(param: torch.Tensor, place: Place, structure: Structure) -> Kin
         return Kind(OTHER, "elementwise")
     if leaf == "D" and hasattr(place.module, "A_log"):
         return Kind(NO_DECAY, "elementwise")  # Mamba's skip, with a row for each head in Zamba
-    beside = [p.shape[:2] for p in _own_parameters(place.module) if p.ndim == 3]
+    beside = [p.shape[:2] for p in own_parameters(place.module) if p.ndim == 3]
     # "b1", "mlp_b"; a matrix beside a 3-D tensor may have the shape by chance
     named = re.search(r"(^|_)b([^a-z]|$)", leaf.lower())
     if param.ndim == 2 and named and param.shape in beside:
@@ -348,7 +348,7 @@ def _router(param: torch.Tensor, place: Place, structure: Structure) -> Kind | N
     # Inside an adapter only names of the adapter count: LoRA of a router is no router
     names = [part for part in unit[len(host) :].split(".") if part][-2:]
     words = {word for name in names for word in name.lower().split("_")}
-    kinds = " ".join(type(structure.modules[above]).__name__ for above in list(_upwards(path))[:2])
+    kinds = " ".join(type(structure.modules[above]).__name__ for above in list(upwards(path))[:2])
     router = bool(words & set(ROUTERS)) or re.search(r"Router\b|Gating", kinds) is not None
     gate = bool(words & set(GATES)) or re.search(r"Gate\b", kinds) is not None
     found = structure.is_router(param, unit, router, gate, linear and not host)

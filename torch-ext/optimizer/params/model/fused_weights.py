@@ -31,7 +31,7 @@ from .layouts import (
     config_of_layer,
     is_stored_transposed,
 )
-from .structure import Place, Structure, _upwards, is_linear
+from .structure import Place, Structure, is_linear, upwards
 
 SHOWN = 8  # sizes of a list in a report
 # A weight with more repetitions stays one matrix: gate and up that alternate element by element
@@ -62,7 +62,7 @@ def find_split(
     if param.ndim > 3:
         return Found()
     for place in places:
-        weight = _weight(param, place, structure)
+        weight = weight_of(param, place, structure)
         if weight is None:
             continue
         form = _form(weight, per_head)
@@ -79,7 +79,7 @@ def split_of_attributes(param: nn.Parameter) -> Found | None:
     return Found(split, bool(transposed))
 
 
-def _weight(param: nn.Parameter, place: Place, structure: Structure) -> Weight | None:
+def weight_of(param: nn.Parameter, place: Place, structure: Structure) -> Weight | None:
     """The facts about a parameter that the rules read; None for a tensor of an adapter."""
     path, module = structure.place_in_model(place)
     if module is None:
@@ -94,7 +94,7 @@ def _weight(param: nn.Parameter, place: Place, structure: Structure) -> Weight |
     holder = structure.modules.get(parent) if is_layer else module
     if holder is None:
         return None
-    above = (structure.modules.get(up) for up in _upwards(parent if is_layer else path))
+    above = (structure.modules.get(up) for up in upwards(parent if is_layer else path))
     configs = (getattr(inner, "config", None) for inner in above)
     config = next((config for config in configs if config is not None), None)
     return Weight(

@@ -43,25 +43,25 @@ def head_blocks(weight: Weight, fused: Blocks | None) -> Blocks | None:
     """
     if fused is not None:
         return _of_fused(weight, fused)
-    heads = _query_heads(weight)
-    if weight.layer in OUTPUTS and _is_attention(weight):
+    heads = query_heads(weight)
+    if weight.layer in OUTPUTS and is_attention(weight):
         return _equal(weight, heads, weight.inputs, is_output=False)
-    if weight.layer in QUERIES and _has_one(weight.holder, KEYS, VALUES):
+    if weight.layer in QUERIES and has_one(weight.holder, KEYS, VALUES):
         return _equal(weight, heads, weight.outputs)
-    if weight.layer in KEYS + VALUES and _has_one(weight.holder, QUERIES, KEYS):
-        return _equal(weight, _key_heads(weight), weight.outputs)
+    if weight.layer in KEYS + VALUES and has_one(weight.holder, QUERIES, KEYS):
+        return _equal(weight, key_heads(weight), weight.outputs)
     return None
 
 
-def _query_heads(weight: Weight) -> int:
+def query_heads(weight: Weight) -> int:
     """The number of query heads: by name, else by the head size and the outputs of q; else 0."""
     heads, head_dim = weight.number(*HEADS), weight.number(*HEAD_DIM)
-    if heads or not head_dim or not _has_one(weight.holder, QUERIES):
+    if heads or not head_dim or not has_one(weight.holder, QUERIES):
         return heads
     return _quotient(_outputs(weight, QUERIES), head_dim)
 
 
-def _key_heads(weight: Weight) -> int:
+def key_heads(weight: Weight) -> int:
     """The number of key heads of an attention module with separate q and k. A config may hold the
     number of another module, so its number counts only if the outputs of k fit. Otherwise heads of
     k are as large as heads of q. Raises ValueError if heads do not divide the outputs.
@@ -69,7 +69,7 @@ def _key_heads(weight: Weight) -> int:
     keys, kv_heads = _outputs(weight, KEYS), weight.number(*KV_HEADS)
     if kv_heads and kv_heads * weight.number(*HEAD_DIM) == keys:
         return kv_heads
-    head_dim = _quotient(_outputs(weight, QUERIES), _query_heads(weight))
+    head_dim = _quotient(_outputs(weight, QUERIES), query_heads(weight))
     return _quotient(keys, head_dim)
 
 
@@ -114,11 +114,11 @@ def _quotient(size: int, parts: int) -> int:
     return size // parts
 
 
-def _is_attention(weight: Weight) -> bool:
+def is_attention(weight: Weight) -> bool:
     """Whether the module around a weight is attention: has q, k and v, a weight with a rule of
     ATTENTION, or the attributes of latent attention.
     """
-    if _has_one(weight.holder, QUERIES, KEYS, VALUES):
+    if has_one(weight.holder, QUERIES, KEYS, VALUES):
         return True
     if isinstance(weight.holder, nn.MultiheadAttention) or all(
         hasattr(weight.holder, name) for name in MLA
@@ -131,7 +131,7 @@ def _is_attention(weight: Weight) -> bool:
     )
 
 
-def _has_one(module: nn.Module, *choices: tuple[str, ...]) -> bool:
+def has_one(module: nn.Module, *choices: tuple[str, ...]) -> bool:
     """Whether a module has a child or parameter of one of the names of each of `choices`."""
     return all(any(_is_member(module, name) for name in names) for names in choices)
 

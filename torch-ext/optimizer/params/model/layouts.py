@@ -474,7 +474,7 @@ OTHERS: tuple[Rule, ...] = (
 NAMED_Q_K_V = re.compile(r"qkv|query_key_value|queries_keys_values|^W_pack$")
 
 
-def _looks_like_q_k_v(weight: Weight) -> list[Blocks] | None:
+def looks_like_q_k_v(weight: Weight) -> list[Blocks] | None:
     """The possible splits of a weight that is named after q, k and v; None for other names. A name
     that several kinds of layers have counts if the outputs are those of q, k and v.
     """
@@ -507,7 +507,7 @@ def _fitting_heads(weight: Weight) -> tuple[int, int, int]:
     return (heads, kv_heads, head_dim) if heads and heads % kv_heads == 0 else (0, 0, 0)
 
 
-def _looks_like_k_v(weight: Weight) -> list[Blocks] | None:
+def looks_like_k_v(weight: Weight) -> list[Blocks] | None:
     """The possible splits of a weight that is named after k and v, beside a q; else None."""
     if not re.search(r"^(kv|kv_proj|to_kv|Wkv|wkv|c_attn|key_value)$", weight.layer):
         return None
@@ -540,7 +540,7 @@ def _adds_up(blocks: Blocks | None, weight: Weight) -> bool:
 
 
 SUSPECTS: tuple[Callable[[Weight], list[Blocks] | None], ...] = (
-    _looks_like_q_k_v,
-    _looks_like_k_v,
+    looks_like_q_k_v,
+    looks_like_k_v,
     _looks_like_gate_and_up,
 )

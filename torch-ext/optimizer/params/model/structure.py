@@ -97,7 +97,7 @@ class Structure:
         """
         module, children = self.modules[path], self.children[path]
         inner = [child[len(path) :] for child in children] or [
-            tuple(p.shape) for p in _own_parameters(module)
+            tuple(p.shape) for p in own_parameters(module)
         ]
         return type(module), tuple(inner)
 
@@ -137,7 +137,7 @@ class Structure:
 
     def root_of(self, path: str) -> str:
         """The path of the model to which the module at `path` belongs."""
-        return next((above for above in _upwards(path) if above in self.roots), "")
+        return next((above for above in upwards(path) if above in self.roots), "")
 
     def _find_layers(self) -> list[Layer]:
         """A `Layer` for each module with own parameters, in the order of registration.
@@ -148,7 +148,7 @@ class Structure:
         for path, module in self.modules.items():
             host = self.host_of(path)
             inner = path if host in (None, path) else self._inner(path, host)
-            if inner is not None and inner not in layers and _own_parameters(module):
+            if inner is not None and inner not in layers and own_parameters(module):
                 layers[inner] = _layer(inner, module)
         return list(layers.values())
 
@@ -156,7 +156,7 @@ class Structure:
         """The path of the innermost module, at or above `path`, to which an adapter was added
         (peft); None without adapter.
         """
-        return next((above for above in _upwards(path) if above in self.hosts), None)
+        return next((above for above in upwards(path) if above in self.hosts), None)
 
     def _inner(self, path: str, host: str) -> str | None:
         """The path of a module in the model before the adapter was added, for a path below `host`,
@@ -200,7 +200,7 @@ class Structure:
 
     def _is_listed(self, path: str, root: str) -> bool:
         """Whether the module at `path` is an element of a list below `root`, or in an element."""
-        return any(above in self.repeated for above in _upwards(path) if _is_inside(above, root))
+        return any(above in self.repeated for above in upwards(path) if _is_inside(above, root))
 
     def is_in_list(self, path: str) -> bool:
         """Whether a module is an element of a list of its model, or inside an element."""
@@ -237,14 +237,14 @@ class Structure:
         """
         root = self.root_of(path)
         return any(
-            self.repeated.get(above, False) for above in _upwards(path) if _is_inside(above, root)
+            self.repeated.get(above, False) for above in upwards(path) if _is_inside(above, root)
         )
 
     def vocabulary(self, path: str) -> tuple[str, torch.Size] | None:
         """(root, shape): the nearest module at or above `path` with an nn.Embedding at or below it,
         and the shape of the largest embedding at or below it; None without embedding.
         """
-        for root in _upwards(path):
+        for root in upwards(path):
             shapes = [
                 module.weight.shape
                 for at, module in self.modules.items()
@@ -272,9 +272,7 @@ class Structure:
                 rows, root if vague else unit, "" if vague else holder
             )
         lists = (
-            above
-            for above in _upwards(holder)
-            if above in self.repeated and _is_inside(above, root)
+            above for above in upwards(holder) if above in self.repeated and _is_inside(above, root)
         )
         element = next(lists, None)
         if not vague and holder != element and not any(self._inputs_beside(holder, unit)):
@@ -336,7 +334,7 @@ class Structure:
             return False
         inner = [
             above
-            for above in _upwards(path)
+            for above in upwards(path)
             if above in self.repeated and above.startswith(f"{unit}.")
         ]
         return (
@@ -361,9 +359,7 @@ class Structure:
         counts = self.expert_counts(path, levels=2 if named else 1)
         # A 3-D parameter of the linear layer itself is no stack of experts beside it
         if linear and not named:
-            counts = counts - {
-                p.shape[0] for p in _own_parameters(self.modules[path]) if p.ndim > 2
-            }
+            counts = counts - {p.shape[0] for p in own_parameters(self.modules[path]) if p.ndim > 2}
         if not linear and columns < rows and rows not in counts:  # x @ W
             rows, columns = columns, rows
         by_experts = rows in counts
@@ -390,7 +386,7 @@ class Structure:
             p is not param and p.shape == param.shape and not _is_bias_of_experts(p, layer.module)
             for layer in self.layers
             if layer.path != path and parent in (layer.path, layer.path.rpartition(".")[0])
-            for p in _own_parameters(layer.module)
+            for p in own_parameters(layer.module)
         )
 
     def is_without_decay(self, name: str) -> bool:
@@ -415,7 +411,7 @@ class Structure:
 
         levels: number of enclosing modules to search.
         """
-        return set().union(*map(self._experts_in, list(_upwards(path))[1 : levels + 1]))
+        return set().union(*map(self._experts_in, list(upwards(path))[1 : levels + 1]))
 
     def _experts_in(self, root: str) -> set[int]:
         """The possible numbers of experts in the module at `root` and its children."""
@@ -427,7 +423,7 @@ class Structure:
                 p
                 for module in modules
                 if not isinstance(module, nn.modules.conv._ConvNd)
-                for p in _own_parameters(module)
+                for p in own_parameters(module)
                 if p.ndim == 3 and 1 not in p.shape
             ]
             lists = [
@@ -449,7 +445,7 @@ def is_linear(module: nn.Module) -> bool:
     )
 
 
-def _upwards(path: str) -> Iterator[str]:
+def upwards(path: str) -> Iterator[str]:
     """Yield a path and the paths of all enclosing modules, up to the root, ""."""
     while path:
         yield path
@@ -467,7 +463,7 @@ def _is_inside(path: str, root: str) -> bool:
     return path != root and _is_below(path, root)
 
 
-def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of a module without its children, except lazy parameters (no shape)."""
     return [
         p
@@ -480,7 +476,7 @@ def _is_bias_of_experts(param: torch.Tensor, module: nn.Module) -> bool:
     """Whether `param`, of `module`, is 2-D with a row for each matrix of a stack (E, R, C) of the
     module, as long as a row or a column: (E, R) or (E, C).
     """
-    stacks = [p.shape for p in _own_parameters(module) if p.ndim == 3]
+    stacks = [p.shape for p in own_parameters(module) if p.ndim == 3]
     return any(tuple(param.shape) in ((e, r), (e, c)) for e, r, c in stacks)
 
 
@@ -494,7 +490,7 @@ def _adapted(module: nn.Module) -> str | None:
 
 def _layer(path: str, module: nn.Module) -> Layer:
     """The `Layer` of a module with own parameters."""
-    params = _own_parameters(module)
+    params = own_parameters(module)
     matrices = [p for p in params if p.ndim > 1]
     if isinstance(module, nn.Embedding):
         sizes = set()

@@ -79,7 +79,7 @@ def converted(
         return in_momentum_form(state, group, saved)
     key = SUM_KEY if SUM_KEY in state else MEAN_KEY
     if key not in state:
-        return state  # refused by `check_state`
+        return state  # refused by `check_saved_state`
     momentum, scales = (as_tensor(state[k], f"{k} of parameter {name}") for k in (key, SCALE_KEY))
     stays = is_quantized(dtype) and is_quantized(momentum.dtype) and key == wanted
     _check_blocks(momentum, scales, key, name, split, stays)
@@ -124,7 +124,7 @@ def _check_blocks(
     shapes_later: bool,
 ) -> None:
     """Raise ValueError unless `momentum`, the state `key`, is in 8 bits and belongs to `scales`.
-    `shapes_later`: leave wrong shapes to `check_state`. Waits for the device.
+    `shapes_later`: leave wrong shapes to `check_saved_state`. Waits for the device.
     """
     values, of_blocks = (matrices_of(local_of(t), split.view) for t in (momentum, scales))
     is_8bit = is_quantized(values.dtype)

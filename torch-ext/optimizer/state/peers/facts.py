@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..newton_schulz.coefficients import NANOCHAT, SETS, Triple
-from ..params.errors import shortened
-from ..params.validation import SCHEDULED
+from ...newton_schulz.coefficients import NANOCHAT, SETS, Triple
+from ...params.checks.group_keys import SCHEDULED
+from ...params.errors import shortened
 
 SHARED = frozenset(("params", "param_names", "lr", "weight_decay", *SCHEDULED))  # keys of any group
 # Keys that change no step: labels, and choices of an implementation with equal results

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..communication.redistribute import place_like
-from ..params.errors import during, shortened
-from ..params.units import parse
+from ...communication.redistribute import place_like
+from ...params.errors import during, shortened
+from ...params.units import parse
 
 OfState = Callable[[dict], dict]  # converts the state of a parameter
 

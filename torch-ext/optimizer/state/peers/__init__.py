@@ -1,0 +1,1 @@
+"""State dicts of other Muons: recognized, and converted to those of this package."""
