@@ -376,5 +376,5 @@ def test_state_of_rows_lies_beside_the_rows_or_is_refused(optimizer):
     for rule, dim in (("dion2", 0), ("dion2", 1), ("dion3", 0)):
         whole = blocks_of_columns(0, 1, rule, dim)
         assert all(torch.equal(found, whole) for found in run_threads(2, blocks_of_columns, rule, dim))
-    with pytest.raises(RuntimeError, match="NotImplementedError.*weight of shape.*a block and its state may be on"):
+    with pytest.raises(RuntimeError, match="NotImplementedError.*weight of shape.*a rank has state of a block"):
         run_threads(2, blocks_of_columns, "dion3", 1)

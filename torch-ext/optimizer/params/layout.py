@@ -537,13 +537,15 @@ def check_state_sharding(
             f"keeps one number for each {per}, which torch cannot shard like this interleaved "
             "dim. Use Muon's rule for it, or put it into a group with use_muon=False"
         )
-    dims = map(_shard_dim, param.placements) if selects and is_dtensor(param) else ()
-    if any(dim is not None and shape[dim] != of_state[dim] > 1 for dim in dims):
-        raise NotImplementedError(
-            f"parameter {name} of shape {shape} with placements {param.placements}: the rule "
-            "selects rows with their state, but a dim is sharded that `split` cuts into blocks, so "
-            "a block and its state may be on different ranks: shard another dim, or take 'dion2'"
-        )
+    if selects and is_dtensor(param) and not split.is_whole:
+        blocks = layout_of(param).as_matrices(split)
+        numbers = layout_of(param, shape=of_state).as_matrices(split, shape, per)
+        if any(numbers.unit_sizes(r).keys() - blocks.unit_sizes(r).keys() for r in blocks.ranks):
+            raise NotImplementedError(
+                f"parameter {name} of shape {shape} with placements {param.placements}: the rule "
+                "selects rows with their state, but a rank has state of a block of `split` that is "
+                "on another rank: shard another dim, or take rule='dion2'"
+            )
     if by_rows and of_state[0] != shape[0]:
         raise NotImplementedError(
             f"parameter {name} of shape {shape}: the rule keeps state of shape {of_state}, one "
