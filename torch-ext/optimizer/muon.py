@@ -22,11 +22,12 @@ from . import pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
 from .communication.process_groups import check_process_group, found_again, world_now
 from .execution.cuda_graphs import check_environment, on_device
-from .execution.elementwise_updates import StatePlace
 from .execution.offload.offload import Offload
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
-from .execution.prepare import BoundStep, Preparation
+from .execution.prepare.preparation import Preparation
+from .execution.prepare.state_place import StatePlace
+from .execution.prepare.step import BoundStep
 from .params import units, validation
 from .params.checks import group_keys, group_values, scheduled_values
 from .params.checks.live_keys import LiveKeys
@@ -179,7 +180,6 @@ class Muon(ReportMethods):
         validation.check_adamw(adamw_betas, adamw_eps)
         process_group = self._options.process_group
         self._is_world = process_group is not None and process_group is dist.group.WORLD
-        self._drop_plans()
         super().__init__(
             params,
             {

@@ -12,8 +12,8 @@ from ...kernels.backend import capturing
 from ...params.config import MuonConfig
 from ...pipeline import BucketUpdate, StepHook
 from ...planning.planner import Plan
-from ..elementwise_updates import StatePlace
 from ..param_store import PlanInputViews
+from ..prepare.state_place import StatePlace
 from .memory import ALIGNMENT
 from .parts import OffloadStore
 from .placement import HostState
