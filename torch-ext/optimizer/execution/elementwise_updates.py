@@ -22,14 +22,8 @@ from ..pipeline import BucketUpdate, Running
 from ..planning.rank_plan import Piece
 from ..rules import elementwise
 from ..rules.rule import host_constants
-from .bucket_updates import (
-    BucketInputs,
-    LocalUpdate,
-    OwnerUpdate,
-    ShardedUpdate,
-    UnreducedUpdate,
-    Views,
-)
+from .bound_update import BucketInputs, Views
+from .bucket_updates import LocalUpdate, OwnerUpdate, ShardedUpdate, UnreducedUpdate
 from .cuda_graphs import Graphs
 from .param_store import Store
 from .workspace import views_like
@@ -196,13 +190,8 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         return list(zip(wide, self.store.weights(pieces), rests))
 
     def run(self, group: dict) -> Running:
-        """Step the bucket; phases as in `OwnerUpdate.run`."""
-        constants = tuple(self.store.host_constants())
-        self.replay(self.pack, constants)
-        yield from self.to_owner.start()
-        self.replay(self.orthogonalize, constants)
-        yield from self.to_shards.start()
-        self.replay(self.apply, constants)
+        """See `OwnerUpdate`; a bucket may hold parameters of several groups."""
+        return super().run(group, tuple(self.store.host_constants()))
 
     def launches(self, group: dict) -> list[Callable[[], None]]:
         """`pack` only: torch's own kernels need no compilation beforehand."""

@@ -19,7 +19,7 @@ from ...planning.planner import Plan
 from ...qk_clip.hook import HeadClipping
 from ...rules.elementwise import elementwise_of
 from ...rules.muon import STEPS_KEY
-from ..bucket_updates import BucketInputs
+from ..bound_update import BucketInputs
 from ..cuda_graphs import Graphs
 from ..elementwise_updates import BUCKET_UPDATES, ElementwiseUpdate
 from ..param_store import Store
