@@ -102,6 +102,11 @@ class Offload(StatePlace):
         return [slot.memory for slot in slots]
 
 
+def place_of(options: MuonConfig) -> StatePlace:
+    """Return the place of an optimizer's state."""
+    return Offload(options) if options.offload_state else StatePlace()
+
+
 def _refuse_capture(device: torch.device) -> None:
     """Raise RuntimeError inside a CUDA graph."""
     if capturing(device):

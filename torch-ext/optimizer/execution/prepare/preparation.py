@@ -89,14 +89,18 @@ class Preparation:
     step; None if the next step has to look at everything.
     """
 
-    def __init__(self, place: StatePlace) -> None:
-        """Start without plans; call `drop_plans` before the first step. `place`: of state."""
+    def __init__(self, options: MuonConfig, place: StatePlace) -> None:
+        """Start without plans. `options`: of the optimizer. `place`: of state."""
         self.place = place
         self.bound = BoundStep()
         self.world: object = None
-        self.process_groups: ProcessGroups | None = None
-        self.graphs: Graphs | None = None  # of buckets, or of the whole step
-        self.adamw_graphs: Graphs | None = None  # of `BoundStep.adamw_jobs`
+        self._dedicated = options.overlaps  # argument of `ProcessGroups`
+        self.process_groups = ProcessGroups(dedicated=self._dedicated)
+        # Of buckets or of the whole step, and of `BoundStep.adamw_jobs`
+        self.graphs, self.adamw_graphs = [
+            Graphs(reason if options.capturable else "", not options.offload_state)
+            for reason in (SCALARS_CHANGED, GRADIENTS_MOVED)
+        ]
         self.fingerprint: StepFingerprint | None = None
         # Each group's parameters at the last step
         self._members: Sequence[Sequence[torch.Tensor]] = ()
@@ -171,7 +175,7 @@ class Preparation:
             self.forget_memory()  # if binding fails
             # A parameter was cast, or placed otherwise, in place: plan again
             if self._param_forms not in (None, forms):
-                self.drop_plans(options)
+                self.drop_plans()
                 return self.prepare(groups, state, options, own, compared, scaled, collects, hook)
             nonfinite = "raise" if scaled else options.nonfinite
             self._bind_plans(plans, state, options, nonfinite, groups, own, collects, hook)
@@ -238,31 +242,25 @@ class Preparation:
         """Forget which parameters the groups held: the state was replaced as a whole."""
         self._members = ()
 
-    def follow_world(self, world: object, options: MuonConfig) -> None:
+    def follow_world(self, world: object) -> None:
         """Drop plans and process groups: torch.distributed has another default group, `world`."""
         self.world = world
-        self.process_groups = None
-        self.drop_plans(options)
+        self.process_groups = ProcessGroups(dedicated=self._dedicated)
+        self.drop_plans()
 
     def release_groups(self) -> None:
         """Give up the created process groups; the next plan creates or finds groups."""
         self.process_groups.release()
-        self.process_groups = None
+        self.process_groups = ProcessGroups(dedicated=self._dedicated)
 
-    def drop_plans(self, options: MuonConfig) -> None:
-        """Drop plans and the bound step; the next step makes both anew. State stays."""
+    def drop_plans(self) -> None:
+        """Drop plans and the bound step; the next step makes both anew. State stays, and so do
+        process groups: new groups at each plan would pile up.
+        """
         self._plans = {False: [], True: []}
         self._plan_keys = {False: None, True: None}
         self._param_forms = None
         self._uncompared = []
-        # Process groups are kept from plan to plan: new groups at each plan would pile up
-        if self.process_groups is None:
-            self.process_groups = ProcessGroups(dedicated=options.overlaps)
-        if self.graphs is None:
-            reasons = SCALARS_CHANGED, GRADIENTS_MOVED
-            self.graphs, self.adamw_graphs = [
-                Graphs(reason * options.capturable, not options.offload_state) for reason in reasons
-            ]
         self.unbind()
 
     def unbind(self) -> None:
