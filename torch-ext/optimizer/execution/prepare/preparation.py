@@ -213,6 +213,7 @@ class Preparation:
             own,
             collects,
             self.place,
+            self.bound.workspace,
         )
         if options.capturable and self.graphs.on:
             self.process_groups.check_capturable()

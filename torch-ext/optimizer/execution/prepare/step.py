@@ -24,6 +24,7 @@ from ..cuda_graphs import Graphs
 from ..elementwise_updates import BUCKET_UPDATES, ElementwiseUpdate
 from ..param_store import Store
 from ..step_inputs import InputBuffers, StepInputs, make_stores
+from ..workspace import Workspace
 from .buckets import reserve, sorted_buckets
 from .state_place import StatePlace
 
@@ -49,11 +50,13 @@ class BoundStep:
         own: Sequence[MuonConfig] = (),
         collects: bool = False,
         place: StatePlace | None = None,
+        former: Workspace | None = None,
     ) -> None:
         """`graphs`: (of `jobs`, of `adamw_jobs`). `nonfinite`: as in `Muon`. `hook`: the last of
         `hooks`, and told of written buckets. `groups`: live parameter groups. `own`: options of
-        each group. `collects`: metrics are collected. `place`: of state. Raises RuntimeError for a
-        parameter whose memory was freed.
+        each group. `collects`: metrics are collected. `place`: of state. `former`: workspace of the
+        step that is replaced, see `Workspace.take_over`. Raises RuntimeError for a parameter whose
+        memory was freed.
         """
         self.jobs: list[Job] = []  # in the order of the pipeline
         # With capturable=True: AdamW where parameters are stored, in a CUDA graph of its own,
@@ -77,19 +80,14 @@ class BoundStep:
         clip = None
         # Made even without parameters to step on this rank: the hook is collective
         if options is not None and options.qk_clip is not None:
-            clip = HeadClipping(
-                options.qk_clip,
-                groups,
-                self.stores,
-                options,
-                own,
-                process_groups,
-                self.nonfinite,
-                device_of(groups),
-            )
+            more = options, own, process_groups, self.nonfinite, device_of(groups)
+            clip = HeadClipping(options.qk_clip, groups, self.stores, *more)
         written = _all_told(clip, hook)
         shared = options, process_groups, graphs, written, place
-        jobs = _bind(plans, self.stores, *shared) if plans else []
+        self.workspace: Workspace | None = None
+        jobs = []
+        if plans:
+            jobs, self.workspace = _bind(plans, self.stores, *shared, former)
         if clip is not None:
             clip.bind(jobs)
         self.missing = MissingGradients(plans, self.stores, process_groups, buffers.flags)
@@ -137,9 +135,10 @@ def _bind(
     graphs: tuple[Graphs, Graphs],
     written: Callable[[BucketUpdate], None] | None,
     place: StatePlace,
-) -> list[Job]:
-    """Bind the updates of all plans, in the order of the pipeline. Buckets of all plans share a
-    workspace. Arguments as in `BoundStep`.
+    former: Workspace | None,
+) -> tuple[list[Job], Workspace]:
+    """Bind the updates of all plans, in the order of the pipeline; return them, and the workspace
+    that buckets of all plans share. Arguments as in `BoundStep`.
     """
     bucket_graphs, adamw_graphs = graphs
     jobs = []
@@ -154,6 +153,8 @@ def _bind(
     tasks = sorted_buckets(plans, stores, options)
     device = stores[0].device if stores else None
     workspace, numbers, names = reserve(tasks, options, device)
+    if former is not None:
+        workspace.take_over(former)
     ranks = None
     for (store, group, bucket, rank_plan), number, name in zip(tasks, numbers, names):
         kind = BUCKET_UPDATES[bucket.route]
@@ -176,7 +177,7 @@ def _bind(
             stack_name=name,
         )
         jobs.append((place.update_of(bucket.route)(inputs), group))
-    return jobs
+    return jobs, workspace
 
 
 def _label(number: int, bucket: Bucket, store: Store) -> str:
