@@ -407,7 +407,8 @@ def test_graphs_go_before_process_groups_do(name, tape, monkeypatch, tmp_path):
         monkeypatch.setattr(owner, "destroy_process_group", dist.destroy_process_group)
     monkeypatch.setattr(dist.ProcessGroup, "shutdown", dist.ProcessGroup.shutdown)
     everywhere(monkeypatch, graphs, "release_before_groups", functools.cache(graphs.release_before_groups.__wrapped__))
-    everywhere(monkeypatch, part("execution.prepare"), "release_before_groups", graphs.release_before_groups)
+    preparation = part("execution.prepare.preparation")
+    everywhere(monkeypatch, preparation, "release_before_groups", graphs.release_before_groups)
     run = Run("capturable", "Muon")
     for number in range(2):
         run.step(number)

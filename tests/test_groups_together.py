@@ -124,7 +124,7 @@ def test_ranks_may_hold_further_groups(case, optimizer):
 
 
 def test_muon_groups_come_in_an_order_that_no_further_group_changes(optimizer):
-    together = part("execution.prepare").step_together
+    together = part("execution.prepare.select").step_together
     found = package().Muon([{"params": weights(1), "ns_steps": n, "lr": 0.1 * n} for n in (5, 4, 5, 3)]).param_groups
     groups = [(group, group["params"], part("params.config").MuonConfig()) for group in found]
     orders = [[part_.groups[0]["ns_steps"] for part_ in together(some)] for some in (groups, groups[1:], groups[::-1])]

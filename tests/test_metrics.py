@@ -514,8 +514,9 @@ def test_off_by_default_and_switched_without_a_plan(optimizer, monkeypatch):
     p.grad = torch.randn(6, 5)
     opt = optimizer.Muon([p])
     planned = []
-    plan = part("execution.prepare").make_plans
-    monkeypatch.setattr(part("execution.prepare"), "make_plans", lambda *a: planned.append(1) or plan(*a))
+    preparation = part("execution.prepare.preparation")
+    plan = preparation.make_plans
+    monkeypatch.setattr(preparation, "make_plans", lambda *a: planned.append(1) or plan(*a))
     assert not opt.collect_metrics
     opt.step()
     (store,), bound, count = opt._bound.stores, opt._bound, len(planned)

@@ -628,7 +628,7 @@ def test_an_error_leaves_a_step_that_can_be_loaded_over(monkeypatch):
     params, opt = trained(range(2), offload_state=True)
     saved = copy.deepcopy((opt.state_dict(), [p.detach() for p in params]))
     before = held(params, opt)
-    bucket = part("execution.bucket_updates").BoundUpdate
+    bucket = part("execution.bucket_updates").LaunchedUpdate
     monkeypatch.setattr(bucket, "_run_iteration", lambda *_: 1 / 0)
     give(params, 2)
     with pytest.raises(ZeroDivisionError):

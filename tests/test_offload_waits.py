@@ -372,7 +372,7 @@ def watch(monkeypatch, make):
     """Have optimizers step with recorders that `make` returns, and kernels tell what they use."""
     monkeypatch.setattr(part("execution.offload.offload"), "LEAST_SLOT", 2048)
     monkeypatch.setattr(part("execution.offload.offload"), "streams_for", lambda *_: make())
-    bound, elementwise = part("execution.bucket_updates").BoundUpdate, part("execution.offload.updates")
+    bound, elementwise = part("execution.bucket_updates").LaunchedUpdate, part("execution.offload.updates")
 
     def told(cls, name, uses):
         method = getattr(cls, name)

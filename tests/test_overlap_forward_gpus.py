@@ -65,8 +65,8 @@ def shard(model, world, way):
 
 def slowed(patch) -> None:
     """The optimizer's stream takes its time."""
-    bucket_updates = part("execution.bucket_updates")
-    bound, at_home = bucket_updates.BoundUpdate, part("execution.elementwise_updates").ElementwiseUpdate
+    bound = part("execution.bucket_updates").LaunchedUpdate
+    at_home = part("execution.elementwise_updates").ElementwiseUpdate
     replay, run = bound.replay, at_home.run
 
     def replay_late(self, step, *constants):

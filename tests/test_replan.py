@@ -509,7 +509,7 @@ def test_binding_that_failed_is_done_again(part_of_it, optimizer, monkeypatch):
     """Out of memory, say, for gradients of another dtype; with those of before, the step is whole."""
     (param,) = weights([(8, 6)])
     muon, before = optimizer.Muon([param], nonfinite="skip"), param.detach().clone()
-    param.grad, module = torch.zeros(8, 6), part("execution.prepare")
+    param.grad, module = torch.zeros(8, 6), part("execution.prepare.step")
     muon.param_groups[0]["weight_decay"] = 0.0
     for _ in range(2):  # the second sees the state that the first has made
         muon.step()

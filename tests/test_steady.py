@@ -113,6 +113,41 @@ def growth(rank, world, way):
     return {name: (many[name] - few[name]) / more for name in many if many[name] - few[name] >= more}
 
 
+def bound_three_times(optimizer, released):
+    """(weights, the bound steps) of a model bound anew for metrics, and again for fewer parameters. The workspace is
+    spoiled between steps, or with `released` freed.
+    """
+    generator, bound = torch.Generator().manual_seed(0), []
+    params = [nn.Parameter(torch.randn(size, generator=generator)) for size in ((16, 8), (16, 8), (8, 24))]
+    opt = optimizer.NorMuon(params)
+    for step in range(3):
+        opt.collect_metrics = step > 0
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        if step == 2:
+            params[2].grad = None
+        if released:
+            opt.release()
+        for buffer in [b for one in bound for b in one.workspace.buffers.values()]:
+            buffer.fill_(255)
+        opt.step()
+        bound.append(opt._bound)
+    return params, bound
+
+
+def test_a_step_bound_anew_takes_over_the_workspace(optimizer):
+    """Where sizes are equal: else two workspaces would exist at a time."""
+    params, bound = bound_three_times(optimizer, released=False)
+    first, equal, smaller = (one.workspace.buffers for one in bound)
+    assert len({*map(id, bound)}) == 3 and first.keys() == equal.keys() and first
+    assert all(equal[key] is first[key] for key in first)
+    kept = [key for key in smaller if smaller[key] is equal.get(key)]
+    assert all((smaller[key].nbytes == equal[key].nbytes) == (key in kept) for key in smaller) and kept != [*smaller]
+    same, others = bound_three_times(optimizer, released=True)
+    assert all(map(torch.equal, params, same))
+    assert not any(others[1].workspace.buffers[key] is buffer for key, buffer in others[0].workspace.buffers.items())
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_steady_step_does_no_work_for_each_parameter(way, optimizer):
     """The least that could be done for each is more than one operation."""

@@ -17,11 +17,13 @@ import torch
 
 from .communication.matrix_owners.state import places_at
 from .execution.cuda_graphs import Graphs
-from .execution.elementwise_updates import StatePlace
 from .execution.offload.memory import ALIGNMENT
 from .execution.offload.offload import slots_for
 from .execution.offload.placement import KeptBytes, can_be_offloaded
-from .execution.prepare import BoundStep, by_process_group, reserve, sorted_buckets, step_together
+from .execution.prepare.buckets import reserve, sorted_buckets
+from .execution.prepare.select import by_process_group, step_together
+from .execution.prepare.state_place import StatePlace
+from .execution.prepare.step import BoundStep
 from .execution.workspace import buffer_name, layout_of
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
 from .kernels.quantized.blocks import BLOCK as BLOCK_8BIT

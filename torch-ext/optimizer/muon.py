@@ -22,11 +22,11 @@ from . import pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
 from .communication.process_groups import check_process_group, found_again, world_now
 from .execution.cuda_graphs import check_environment, on_device
-from .execution.elementwise_updates import StatePlace
-from .execution.offload.offload import Offload
+from .execution.offload.offload import place_of
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
-from .execution.prepare import BoundStep, Preparation
+from .execution.prepare.preparation import Preparation
+from .execution.prepare.step import BoundStep
 from .params import units, validation
 from .params.checks import group_keys, group_values, scheduled_values
 from .params.checks.live_keys import LiveKeys
@@ -179,7 +179,6 @@ class Muon(ReportMethods):
         validation.check_adamw(adamw_betas, adamw_eps)
         process_group = self._options.process_group
         self._is_world = process_group is not None and process_group is dist.group.WORLD
-        self._drop_plans()
         super().__init__(
             params,
             {
@@ -228,7 +227,7 @@ class Muon(ReportMethods):
         self._consolidated = None  # result of consolidate_state_dict, until the next step
         self._skipped: torch.Tensor | None = None  # int64 count, on the device
         self._watch: Stopwatch | None = None  # times of the last step, with `timing`
-        self._preparation = Preparation(Offload(options) if options.offload_state else StatePlace())
+        self._preparation = Preparation(options, place_of(options))
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
         self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys
@@ -583,12 +582,12 @@ class Muon(ReportMethods):
             self._own_process_groups = own
             if self._options.process_group is not None:
                 self._options = replace(self._options, process_group=world)
-        self._preparation.follow_world(world, self._options)
+        self._preparation.follow_world(world)
         self._forget_bound()
 
     def _drop_plans(self) -> None:
         """Drop plans and bound memory; the next step makes them anew. State stays."""
-        self._preparation.drop_plans(self._options)
+        self._preparation.drop_plans()
         self._forget_bound()
 
     def _forget_bound(self) -> None:

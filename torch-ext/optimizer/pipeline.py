@@ -8,7 +8,6 @@ schedule, on a simulated clock.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol
 
@@ -62,10 +61,6 @@ class BucketUpdate:
     def run(self, group: dict) -> Running:
         """Step; see the class. Raises NotImplementedError: subclasses define the method."""
         raise NotImplementedError
-
-    def before_inbound(self) -> contextlib.AbstractContextManager:
-        """Context manager around the phases before the inbound all-to-all has arrived."""
-        return contextlib.nullcontext()
 
     def launches(self, group: dict) -> list[Callable[[], None]]:
         """Parts of `run` that launch kernels and do nothing else, for `precompile_kernels`."""

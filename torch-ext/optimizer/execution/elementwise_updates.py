@@ -18,21 +18,14 @@ from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..kernels.metrics.sample import SampledSquares, Weights
 from ..kernels.weights.split import join_into, split_into
 from ..params.dtensor import gradient_dtype
-from ..pipeline import BucketUpdate, Running, StepHook
-from ..planning.planner import Plan
+from ..pipeline import BucketUpdate, Running
 from ..planning.rank_plan import Piece
 from ..rules import elementwise
 from ..rules.rule import host_constants
-from .bucket_updates import (
-    BucketInputs,
-    LocalUpdate,
-    OwnerUpdate,
-    ShardedUpdate,
-    UnreducedUpdate,
-    Views,
-)
+from .bound_update import BucketInputs, Views
+from .bucket_updates import LocalUpdate, OwnerUpdate, ShardedUpdate, UnreducedUpdate
 from .cuda_graphs import Graphs
-from .param_store import PlanInputViews, Store
+from .param_store import Store
 from .workspace import views_like
 
 
@@ -197,13 +190,8 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         return list(zip(wide, self.store.weights(pieces), rests))
 
     def run(self, group: dict) -> Running:
-        """Step the bucket; phases as in `OwnerUpdate.run`."""
-        constants = tuple(self.store.host_constants())
-        self.replay(self.pack, constants)
-        yield from self.to_owner.start()
-        self.replay(self.orthogonalize, constants)
-        yield from self.to_shards.start()
-        self.replay(self.apply, constants)
+        """See `OwnerUpdate`; a bucket may hold parameters of several groups."""
+        return super().run(group, tuple(self.store.host_constants()))
 
     def launches(self, group: dict) -> list[Callable[[], None]]:
         """`pack` only: torch's own kernels need no compilation beforehand."""
@@ -273,54 +261,6 @@ def _steps(store: Store, piece: Piece) -> torch.Tensor:
     number = piece.matrix.param
     step = store.state[store.params[number]]["step"]
     return store.add_step_copy(number, step) if piece.matrix.at[0] else step
-
-
-class StatePlace:
-    """Where state lies, and how a step is bound to it. This class: with the parameters.
-    execution/offload has the other place, host memory.
-    """
-
-    def pack(self, plans: Sequence[Plan], state: dict, groups: Sequence[dict]) -> None:
-        """Move the state of `plans` to this place, before a step is bound; here nothing has to
-        move. `groups`: all parameter groups.
-        """
-
-    def begin(self, device: torch.device) -> None:
-        """Begin to bind a step."""
-
-    def store(self, plan: Plan, state: dict, inputs: PlanInputViews) -> Store:
-        """Return the store of a plan."""
-        return Store(plan, state, inputs)
-
-    def update_of(self, route: str) -> type[BucketUpdate]:
-        """Return the class of the updates of a route."""
-        return BUCKET_UPDATES[route]
-
-    @property
-    def elementwise_update(self) -> type[BucketUpdate]:
-        """The class of updates of AdamW where parameters are stored."""
-        return ElementwiseUpdate
-
-    def hook(self, stores: Sequence[Store]) -> StepHook | None:
-        """Return the first hook of a bound step."""
-        return None
-
-    def prefetch(self) -> None:
-        """Begin to fetch state of the next step, during backward."""
-
-    def wait(self) -> None:
-        """Let the host wait until the host can read and write state."""
-
-    def drop(self) -> None:
-        """Drop memory of the bound step."""
-
-    def holds(self, local: torch.Tensor) -> bool:
-        """Whether a local state lies away from its parameter."""
-        return False
-
-    def slots(self) -> list[torch.Tensor]:
-        """Memory on the device for state that lies away from its parameter."""
-        return []
 
 
 # Route of a bucket, as in `Bucket.route` -> class

@@ -254,7 +254,7 @@ def _constants_of(groups: Sequence[dict]) -> tuple:
 
 def _first_alike(groups: Sequence[dict], keys: Sequence[str]) -> list[int]:
     """For each group, the first group with equal values of the options that decide which groups are
-    stepped together (`prepare.step_together`); [] if all groups are alike.
+    stepped together (`step_together` in prepare/select.py); [] if all groups are alike.
 
     `keys`: options of the groups' rules. Values themselves are not in the result: if a schedule
     changes the values of all groups alike, the plan stays.

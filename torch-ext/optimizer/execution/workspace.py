@@ -40,6 +40,9 @@ class Workspace:
         """`device`: None only if no bucket will reserve memory."""
         self.buffer_count = buffer_count
         self.device = device
+        # On which memory is taken, and later given back to torch's allocator
+        on_gpu = device is not None and device.type == "cuda"
+        self.stream = torch.cuda.current_stream(device) if on_gpu else None
         self.sizes: dict[int | str, int] = defaultdict(int)  # key of a buffer -> bytes
         self.buffers: dict[int | str, torch.Tensor] = {}  # key of a buffer -> flat uint8 tensor
 
@@ -50,6 +53,17 @@ class Workspace:
         for memory, nbytes in layout_of(rank_plan, stack_name)[1].items():
             key = self._key(number, memory)
             self.sizes[key] = max(self.sizes[key], nbytes)
+
+    def take_over(self, former: Workspace) -> None:
+        """Use the buffers of a step that is bound no longer in place of new buffers of equal bytes.
+        Call when all buckets have reserved.
+        """
+        # Two workspaces at a time could exceed the memory of a GPU. The former step has ended in
+        # its buffers once later launches of the same stream run
+        if (former.device, former.stream) == (self.device, self.stream):
+            for key, buffer in former.buffers.items():
+                if self.sizes.get(key) == buffer.nbytes:
+                    self.buffers[key] = buffer
 
     def views_for(
         self, number: int, rank_plan: RankPlan, stack_name: str | None = None

@@ -25,10 +25,10 @@ def read_metrics(
 ) -> Metrics:
     """Return the metrics of the last step. Waits for the device.
 
-    `bound`: the bound step (execution/prepare.py), which has collected. `groups`: live parameter
-    groups. `clip`: of the optimizer.
-    `process_groups`: sums are added over the ranks of each parameter, collective; None: sums of
-    this rank. `per_parameter`: whether to return values of each parameter as well.
+    `bound`: the bound step (execution/prepare/step.py), which has collected. `groups`: live
+    parameter groups. `clip`: of the optimizer. `process_groups`: sums are added over the ranks of
+    each parameter, collective; None: sums of this rank. `per_parameter`: whether to return values
+    of each parameter as well.
     """
     stores, nonfinite = bound.stores, bound.nonfinite
     clipped = None if clip is None else int(clip.clipped)

@@ -76,7 +76,7 @@ class Matrix:
 class Bucket:
     """Matrices that are exchanged in a pair of all-to-alls over `ranks`, and stepped together.
 
-    [Note: routes] `route` is a key of execution/bucket_updates.py:
+    [Note: routes] `route` is a key of `BUCKET_UPDATES` (execution/elementwise_updates.py):
     "local": a single rank stores the matrices; nothing is sent.
     "exchange": pieces of U to the owner, pieces of O back. State at the pieces; of DTensors with
     state_at_owners, state that the rule reads at the owner.

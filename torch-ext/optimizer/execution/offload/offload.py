@@ -12,8 +12,8 @@ from ...kernels.backend import capturing
 from ...params.config import MuonConfig
 from ...pipeline import BucketUpdate, StepHook
 from ...planning.planner import Plan
-from ..elementwise_updates import StatePlace
 from ..param_store import PlanInputViews
+from ..prepare.state_place import StatePlace
 from .memory import ALIGNMENT
 from .parts import OffloadStore
 from .placement import HostState
@@ -100,6 +100,11 @@ class Offload(StatePlace):
         """See `StatePlace`."""
         slots = [] if self.scheduler is None else self.scheduler.slots
         return [slot.memory for slot in slots]
+
+
+def place_of(options: MuonConfig) -> StatePlace:
+    """Return the place of an optimizer's state."""
+    return Offload(options) if options.offload_state else StatePlace()
 
 
 def _refuse_capture(device: torch.device) -> None:

@@ -30,15 +30,8 @@ from ...planning.rank_plan import Piece, sent_piece
 from ...rules import elementwise
 from ...rules.decay import INITIAL_KEY, form_of
 from ...rules.rule import MuonConstants, host_constants, is_offloaded, momentum_key
-from ..bucket_updates import (
-    BucketInputs,
-    Gradients,
-    LocalUpdate,
-    Means,
-    ShardedUpdate,
-    UnreducedUpdate,
-    Views,
-)
+from ..bound_update import BucketInputs, Gradients, Means, Views
+from ..bucket_updates import LocalUpdate, ShardedUpdate, UnreducedUpdate
 from ..cuda_graphs import Graphs
 from ..elementwise_updates import (
     ElementwiseUpdate,
@@ -234,7 +227,7 @@ class OffloadedLocalUpdate(OffloadedState, LocalUpdate):
         self, pack: Launch, constants: MuonConstants, gradients: Gradients | tuple[()] = ()
     ) -> None:
         """Write U of this bucket, unless written already, and U of the next bucket; see
-        `BoundUpdate`.
+        `LaunchedUpdate`.
         """
         buckets = self.store.scheduler.buckets
         if in_dry_run() or self not in buckets:

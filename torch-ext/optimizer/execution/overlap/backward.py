@@ -51,7 +51,7 @@ class BackwardOverlap:
         # The function of pipeline.py that runs a step
         self.pipeline_run = pipeline.run if jobs is None else pipeline.run_all_inbound_first
         for update, group in [job for job in jobs or () if job[0].travels]:
-            # `prepare.sorted_buckets` puts buckets without an inbound all-to-all behind all others
+            # `sorted_buckets` puts buckets without an inbound all-to-all behind all others
             if not update.to_owner.has_traffic:
                 break
             numbers = sorted({m.param for m in update.bucket.matrices})

@@ -1,0 +1,1 @@
+"""Preparation of a step: which parameters, in which buckets, bound to which memory."""
