@@ -604,6 +604,30 @@ def interleaved(rank, world, w, layer, expected):
     return torch.equal(part("params.dtensor").local_of(p), expected), int(clip.clipped)
 
 
+def without_gradient(rank, world, sharded):
+    """The queries have no gradient on any rank, and a logit above the threshold: the weights after a step."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    def place(full):
+        return distribute_tensor(full, init_device_mesh("cpu", (world,)), [Shard(0)]) if sharded else full
+
+    weights = weights_of("MHA")
+    named = {name: nn.Parameter(place(w.clone())) for name, w in weights.items()}
+    shared = {"process_group": dist.group.WORLD} if world > 1 and not sharded else {}
+    opt = muon(named, package().QKClip(TAU, {"layer": layer_of("MHA")}), lr=0.1, **shared)
+    named["k"].grad = place(torch.ones_like(weights["k"]))
+    opt.step(qk_logits={"layer": torch.tensor(MAXIMA)})
+    return {name: (p.full_tensor() if sharded else p).detach() for name, p in named.items()}
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+def test_weights_without_any_gradient_are_not_scaled(sharded, optimizer):
+    alone = without_gradient(0, 1, False)
+    assert torch.equal(alone["q"], weights_of("MHA")["q"])
+    for found in run_threads(2, without_gradient, sharded):
+        assert all(torch.equal(found[name], weight) for name, weight in alone.items())
+
+
 def test_interleaved_rows_of_tensor_parallelism(optimizer):
     w = torch.randn(3 * H * D, E, generator=torch.Generator().manual_seed(0))
     layer = {"heads": H, "weights": {"qkv": rows([H * D] * 3, ["q", "k", "v"])}}

@@ -92,7 +92,8 @@ class BoundStep:
             clip.bind(jobs)
         self.missing = MissingGradients(plans, self.stores, process_groups, buffers.flags)
         # Work around the buckets of each step, in this order
-        hooks = (place.hook(self.stores), self.nonfinite, self.missing, clip, hook)
+        # The clip before `missing`, which restores weights without any gradient: they are not scaled
+        hooks = (place.hook(self.stores), self.nonfinite, clip, self.missing, hook)
         self.hooks: list[StepHook] = [hook for hook in hooks if hook is not None]
         early = len(jobs) if jobs and options.overlap_backward else 0
         self.inputs = StepInputs(buffers, self.stores, self.missing, early)
