@@ -50,7 +50,6 @@ from .rules.muon import (
     count_drawn,
     count_momentum,
     is_corrected,
-    is_stochastic,
 )
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
@@ -448,13 +447,10 @@ class Muon(ReportMethods):
         bound.inputs.drop_gradients()
         if bound.nonfinite is not None:
             self._count_skipped(bound.nonfinite, found_inf is None)
-        # Only groups in `counting` count steps. A step that only creates state is not counted
-        # All groups with stochastic rounding count, also those without a gradient in this step: a
-        # process alone plans without them, and must count as ranks do
-        drawing = list(filter(is_stochastic, self.param_groups))
-        if (bound.counting or drawing) and bound.missing.has_stepped():
+        # A step that only creates state is not counted
+        if (bound.counting or bound.drawing) and bound.missing.has_stepped():
             count_momentum(bound.counting)
-            count_drawn(drawing)
+            count_drawn(bound.drawing)
 
     def _read_groups(self) -> None:
         """Adopt changed values of groups. Raises ValueError, naming the group, for wrong ones."""

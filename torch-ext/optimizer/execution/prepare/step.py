@@ -18,7 +18,7 @@ from ...planning.plan import Bucket
 from ...planning.planner import Plan
 from ...qk_clip.hook import HeadClipping
 from ...rules.elementwise import elementwise_of
-from ...rules.muon import STEPS_KEY
+from ...rules.muon import STEPS_KEY, is_stochastic
 from ..bound_update import BucketInputs
 from ..cuda_graphs import Graphs
 from ..elementwise_updates import BUCKET_UPDATES, ElementwiseUpdate
@@ -72,6 +72,9 @@ class BoundStep:
         place.begin(device)
         self.stores = make_stores(plans, state, buffers, flags, collects, place.store)
         self.counting = [group for group in groups if STEPS_KEY in group]
+        # All groups with stochastic rounding, also those without a gradient: a process alone plans
+        # without them, and counts their steps as ranks do
+        self.drawing = list(filter(is_stochastic, groups))
         # Made even without parameters on this rank: the check is collective, and further ranks may
         # have parameters
         if flags is not None:
@@ -92,7 +95,7 @@ class BoundStep:
             clip.bind(jobs)
         self.missing = MissingGradients(plans, self.stores, process_groups, buffers.flags)
         # Work around the buckets of each step, in this order
-        # The clip before `missing`, which restores weights without any gradient: they are not scaled
+        # The clip before `missing`, which restores weights without any gradient
         hooks = (place.hook(self.stores), self.nonfinite, clip, self.missing, hook)
         self.hooks: list[StepHook] = [hook for hook in hooks if hook is not None]
         early = len(jobs) if jobs and options.overlap_backward else 0
