@@ -579,13 +579,15 @@ def silent_rank(rank, world, lacking, options):
         p.grad = None if rank in lacking and name == "q" else torch.ones_like(p)
     opt.step(qk_logits=None if rank == 1 else {"layer": torch.tensor(MAXIMA)})
     expected = reference("MHA", weights, MAXIMA)
+    if len(lacking) == world:
+        expected["q"] = weights["q"].double()
     return [float((p.detach().full_tensor().double() - expected[n]).abs().max()) < 1e-5 for n, p in named.items()]
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap_forward": True}], ids=str)
 @pytest.mark.parametrize("lacking", [(1,), (0, 1, 2)])
 def test_a_rank_without_maxima_or_gradients_takes_part(lacking, options, optimizer):
-    """Where no rank has a gradient, the weight is restored after the step, and scaled after that."""
+    """Where no rank has a gradient, the weight stays as it is, as in one process, which does not step it."""
     assert run_threads(3, silent_rank, lacking, options) == [[True, True]] * 3
 
 
