@@ -219,7 +219,7 @@ def take_share_of_configs(rank: int, jobs: int, names) -> None:
             tuner.configs = tuner.configs[rank % len(tuner.configs)::jobs]
 
 
-def tune_for(milliseconds: float, names) -> None:
+def set_tuning_time(milliseconds: float, names) -> None:
     """Let the tuned kernels of these packages time each configuration for so long. Triton's own choice is 100 ms."""
     from triton.testing import do_bench
 

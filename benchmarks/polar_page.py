@@ -59,7 +59,7 @@ def main() -> None:
     if options.jobs and polar.DEVICE == "cuda" and tasks:
         compile_side_by_side(tasks, options)
     if options.tuning_ms:
-        peers.tune_for(options.tuning_ms, options.peers)
+        peers.set_tuning_time(options.tuning_ms, options.peers)
     package = Package()
     for shape, (name, count) in tasks:
         hold(options.pause)
@@ -214,6 +214,8 @@ def compile_all(rank: int, tasks: list[tuple], options: argparse.Namespace) -> N
     config.compile_threads = 1  # torch.compile would start as many processes as there are cores, in each of these
     package = Package()
     peers.take_share_of_configs(rank, options.jobs, options.peers)
+    if options.tuning_ms:
+        peers.set_tuning_time(options.tuning_ms, options.peers)
     tuned = [(tasks[0], name) for name in options.peers if name in peers.TUNED]
     others = [name for name in options.peers if name not in (*peers.TUNED, *peers.TUNED_BY_COMPILER)]
     for (shape, (name, count)), peer in [*tuned, *itertools.product(tasks[rank::options.jobs], others)]:

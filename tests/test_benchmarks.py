@@ -376,7 +376,7 @@ def test_configurations_are_timed_for_as_long_as_one_says(monkeypatch):
     peers, called = load("peers", monkeypatch), []
     stand_in(monkeypatch, "flash_muon.matmul_transpose_triton", mmt_kernel=kernel)
     monkeypatch.setattr(triton.testing, "do_bench", lambda call, **how: called.append(how))
-    peers.tune_for(20, ["gns", "flash_muon"])
+    peers.set_tuning_time(20, ["gns", "flash_muon"])
     kernel.do_bench(None, quantiles=(0.5,))
     assert called == [{"warmup": 5, "rep": 20, "quantiles": (0.5,)}]
 

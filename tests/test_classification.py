@@ -330,6 +330,12 @@ def test_routers_and_gates_of_few_rows_go_to_adamw(kind):
     assert all(use_muon for name, use_muon in by_name.items() if "experts" in name)
 
 
+@pytest.mark.parametrize("rows", [16, 32])
+def test_gate_and_up_in_one_weight_with_a_row_for_each_expert(rows):
+    fused = held(gate_up_proj=linear(rows, 16))
+    assert "mlp__shared_expert__gate_up_proj__weight" in taken(mlp=moe(rows, shared_expert=fused))
+
+
 def test_biases_of_experts_are_no_second_half_of_a_gated_unit():
     """The biases of GPT-OSS's experts have the router's shape: its experts are a module, or beside the gate."""
     shapes = {"up": (3, 16, 24), "up_bias": (3, 24), "down": (3, 24, 16), "down_bias": (3, 16)}
@@ -350,6 +356,9 @@ def test_a_matrix_beside_a_tensor_of_three_dims():
     found = taken(kan=splines, **{f"{at}__{name}": torch.randn(shape) for at in named
                                   for name, shape in named[at].items()})
     assert found == {"kan__base_weight", "kan__spline", "mixer__W", "mixer__kernel", "scan__x_proj"}
+    lora = {"mixer__B": torch.randn(16, 16), "mixer__kernel": torch.randn(16, 16, 3)}
+    stack = {"experts__w": torch.randn(4, 16, 2), "mlp__W": torch.randn(4, 16, 24), "mlp__b": torch.randn(4, 24)}
+    assert taken(**lora, **stack) == {*lora, "experts__w", "mlp__W"}
 
 
 def test_marks_of_a_model_against_decay():
@@ -361,6 +370,9 @@ def test_marks_of_a_model_against_decay():
         warnings.simplefilter("ignore", FutureWarning)
         torch.nn.utils.weight_norm(model.cls)
     groups = {group["name"]: group for group in package().get_default_muon_param_groups(model)}
+    model.scan.no_weight_decay = lambda key: {key}
+    with pytest.raises(TypeError, match="no_weight_decay.. of module scan .* must take no arguments"):
+        package().get_default_muon_param_groups(model)
     assert set(groups["no_decay"]["param_names"]) == {"scan.A_log", "pos_embed", "cls.weight_g"}
     assert groups["no_decay"]["weight_decay"] == 0 and "layers.0.weight" in groups["muon"]["param_names"]
 

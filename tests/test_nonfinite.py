@@ -322,12 +322,13 @@ def test_ranks_that_only_a_chain_of_two_sets_joins_keep_the_step_together(bad, s
         assert scaler or ("on another rank" in said) == (rank != bad)
 
 
-def in_a_chain(rank, world):
-    """Each rank shares a weight with the next; the last weight has a NaN: whether a weight changed, what was raised."""
-    groups, weights = [dist.new_group([i, i + 1]) for i in range(world - 1)], {}
-    for i in {rank - 1, rank} & set(range(world - 1)):
-        weights[i] = nn.Parameter(torch.ones(8, 4))
-        weights[i].grad = torch.full((8, 4), math.nan if i == world - 2 else 1.0)
+def in_a_chain(rank, world, sets, bad):
+    """Each set of ranks shares a weight; that of `bad` has a NaN: whether a weight changed, what was raised."""
+    groups, weights = [dist.new_group(list(ranks)) for ranks in sets], {}
+    for i, ranks in enumerate(sets):
+        if rank in ranks:
+            weights[i] = nn.Parameter(torch.ones(8, 4))
+            weights[i].grad = torch.full((8, 4), math.nan if i == bad else 1.0)
     optimizer = package().Muon([{"params": [p], "process_group": groups[i]} for i, p in sorted(weights.items())],
                                nonfinite="raise")
     with pytest.raises(RuntimeError) as raised:
@@ -335,9 +336,12 @@ def in_a_chain(rank, world):
     return any(bool((p != 1).any()) for p in weights.values()), str(raised.value)
 
 
-def test_raise_reaches_the_other_end_of_a_chain_of_sets(optimizer):
-    """With all sets in one order twice, the flag went one step against the order, and rank 0 stepped."""
-    for changed, said in run_threads(5, in_a_chain):
+@pytest.mark.parametrize("bad", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("sets", [[(0, 1), (1, 2), (2, 3), (3, 4)], [(1, 4), (0, 1), (0, 5), (2, 3, 5)],
+                                  [(3, 4), (0, 1, 2, 3), (0, 5)]], ids=str)
+def test_raise_reaches_the_other_end_of_a_chain_of_sets(sets, bad, optimizer):
+    """All ranks compare the sets in one order, large ones first, whatever the order in the chain."""
+    for changed, said in run_threads(max(map(max, sets)) + 1, in_a_chain, sets, bad % len(sets)):
         assert not changed and "no weight and no state has changed" in said
 
 

@@ -606,7 +606,7 @@ def interleaved(rank, world, w, layer, expected):
     return torch.equal(part("params.dtensor").local_of(p), expected), int(clip.clipped)
 
 
-def without_gradient(rank, world, sharded):
+def without_gradient(rank, world, sharded, overlap_forward):
     """The queries have no gradient on any rank, and a logit above the threshold: the weights after a step."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -616,17 +616,19 @@ def without_gradient(rank, world, sharded):
     weights = weights_of("MHA")
     named = {name: nn.Parameter(place(w.clone())) for name, w in weights.items()}
     shared = {"process_group": dist.group.WORLD} if world > 1 and not sharded else {}
+    shared["overlap_forward"] = overlap_forward
     opt = muon(named, package().QKClip(TAU, {"layer": layer_of("MHA")}), lr=0.1, **shared)
     named["k"].grad = place(torch.ones_like(weights["k"]))
     opt.step(qk_logits={"layer": torch.tensor(MAXIMA)})
     return {name: (p.full_tensor() if sharded else p).detach() for name, p in named.items()}
 
 
+@pytest.mark.parametrize("overlap_forward", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
-def test_weights_without_any_gradient_are_not_scaled(sharded, optimizer):
-    alone = without_gradient(0, 1, False)
+def test_weights_without_any_gradient_are_not_scaled(sharded, overlap_forward, optimizer):
+    alone = without_gradient(0, 1, False, False)
     assert torch.equal(alone["q"], weights_of("MHA")["q"])
-    for found in run_threads(2, without_gradient, sharded):
+    for found in run_threads(2, without_gradient, sharded, overlap_forward):
         assert all(torch.equal(found[name], weight) for name, weight in alone.items())
 
 

@@ -139,6 +139,8 @@ def test_a_measured_step_is_drawn(optimizer, tmp_path):
     assert logged["measured"] and [row["bucket"] for row in logged["rows"]] == [row.bucket for row in report.rows]
     assert sum(sum(row["matrices"].values()) for row in logged["rows"]) == sum(
         sum(row.matrices.values()) for row in report.rows)
+    assert logged["measured"][-1]["end"] == report.measured[-1].end and logged["workspace"] == report.workspace
+    assert logged["loads"] == {str(rank): load for rank, load in report.loads.items()}
     assert [(s.lane, s.what) for s in report.measured] == [("stream", "all")] and report.rows[0].measured_ms > 0
     report.figure(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 3000

@@ -22,7 +22,7 @@ from . import pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
 from .communication.process_groups import check_process_group, found_again, world_now
 from .execution.cuda_graphs import check_environment, on_device
-from .execution.offload.offload import place_of
+from .execution.offload.offload import state_place_for
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare.preparation import Preparation
@@ -226,7 +226,7 @@ class Muon(ReportMethods):
         self._consolidated = None  # result of consolidate_state_dict, until the next step
         self._skipped: torch.Tensor | None = None  # int64 count, on the device
         self._watch: Stopwatch | None = None  # times of the last step, with `timing`
-        self._preparation = Preparation(options, place_of(options))
+        self._preparation = Preparation(options, state_place_for(options))
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
         self._rounding = ROUNDINGS[0], 0  # (rounding, seed) of groups without these keys

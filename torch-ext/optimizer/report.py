@@ -220,8 +220,10 @@ class Report:
                 yield f"{name}: {end_ms:.3f} ms from the first launch to the last"
 
     def as_dict(self) -> dict[str, object]:
-        """Return all values in lists and in dicts with text as keys, as `json.dumps` takes them:
-        shapes of matrices are "768x3072", spans have times in ns.
+        """Return all values in lists and in dicts with text as keys, as `json.dumps` takes them.
+
+        Shapes of matrices are "768x3072". Rows have times in ms, spans in ns; units of `loads` are
+        those of the attribute; `workspace` is in bytes.
         """
         rows = [asdict(row) | {"matrices": _by_shape(row.matrices)} for row in self.rows]
         spans = {

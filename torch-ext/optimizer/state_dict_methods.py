@@ -274,8 +274,8 @@ class StateDictMethods(ForwardOverlapMethods):
         self._own_process_groups = self._own_process_groups.mapped(_resolved)
         self._has_all_groups = True
         self._live_keys.accept(self.param_groups)
-        if "_options" in state:  # a copy, in which `__getstate__` made `betas` and `momentum` equal
-            self._beta1.follow(self.param_groups)
+        if "_options" in state:  # a copy: torch also calls this to load a state dict
+            self._beta1.adopt(self.param_groups)
         self._drop_plans()
         self._why_unbound = "in a copy, or after unpickling"
 

@@ -191,14 +191,14 @@ class NonfiniteFlags(StepHook):
         """Set all flags to the maximum over all ranks connected by the sets of ranks.
 
         `maximum`: fp32 (1,), changed in place. The all-reduces run over every set of ranks in turn,
-        then in reverse order. So a value crosses all axes of a mesh, and a chain of sets, of which
-        each shares a rank with the next, in both directions. Other arrangements of sets may need
-        more rounds.
+        in reverse order, and in turn again. So a value crosses all axes of a mesh, every chain of
+        three sets of which each shares a rank with the next, and longer chains in the order of the
+        sets or against it. Other arrangements of sets may need more rounds.
         """
         # The message of `raise_if_set` needs this rank's own flags, without those of further ranks
         self.local_flags.copy_(self.flags)
         # All ranks sort the sets of ranks alike, so that the all-reduces of all groups pair up
-        for group in [*self._groups, *reversed(self._groups)]:
+        for group in [*self._groups, *reversed(self._groups), *self._groups]:
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
         # `found_inf` of a GradScaler is a sum over devices, and may be larger than 1
         self.flags.copy_(maximum.clamp(max=1.0).expand_as(self.flags))

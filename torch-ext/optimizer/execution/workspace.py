@@ -58,8 +58,9 @@ class Workspace:
         """Use the buffers of a step that is bound no longer in place of new buffers of equal bytes.
         Call when all buckets have reserved.
         """
-        # Two workspaces at a time could exceed the memory of a GPU. The former step has ended in
-        # its buffers once later launches of the same stream run
+        # Two workspaces at a time could exceed the memory of a GPU. Buffers of other sizes exist
+        # twice until the former step is dropped. The former step has ended in its buffers once
+        # later launches of the same stream run
         if (former.device, former.stream) == (self.device, self.stream):
             for key, buffer in former.buffers.items():
                 if self.sizes.get(key) == buffer.nbytes:

@@ -306,8 +306,8 @@ def _dtensor_layout(param: DTensor, shape: tuple[int, ...]) -> Layout:
 
 
 def own_layout(param: DTensor, shape: Sequence[int]) -> Layout:
-    """The `layout_of` a tensor of global `shape` with the mesh and placements of `param`, with the
-    box of the calling rank alone: the time does not grow with the mesh.
+    """The layout of a tensor of global `shape`, placed like `param`. `boxes` has the calling rank
+    only, which must be on the mesh, and `replicas` is empty: the time does not grow with the mesh.
     """
     mesh, shape = param.device_mesh, tuple(shape)
     box = box_at(mesh.get_coordinate(), shape, param.placements, tuple(mesh.shape))

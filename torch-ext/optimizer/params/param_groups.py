@@ -116,10 +116,12 @@ def get_default_muon_param_groups(
     Muon gets 2-D weights (R, C) and 3-D stacks of expert weights (E, R, C). AdamW gets, in this
     order, the groups "embeddings", "heads" (output layers), "other" (convolutions, routers and
     gates of few rows, packed tensors of adapters, ...) and "no_decay" (norms, biases and further
-    vectors, with weight_decay=0). The key "name" of a group holds the group's name. The Muon group
-    comes first; groups without parameters are left out. Tied weights count once, frozen weights not
-    at all. Parameter names are without the prefixes of wrappers. The Muon group sets
-    adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982): Muon and AdamW can share a learning rate.
+    vectors, with weight_decay=0; also embeddings and heads that the model marks by the attribute
+    `_no_weight_decay` or a method `no_weight_decay`). The key "name" of a group holds the group's
+    name. The Muon group comes first; groups without parameters are left out. Tied weights count
+    once, frozen weights not at all. Parameter names are without the prefixes of wrappers. The Muon
+    group sets adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982): Muon and AdamW can share a
+    learning rate.
 
     adamw, muon: parameters to move to AdamW, or to Muon: a regular expression searched in the name,
     a function of (name, module, parameter), or a list of regular expressions and functions.

@@ -61,7 +61,8 @@ class ClippedWeight:
 class HeadClipping(StepHook):
     """Scales the weights of heads with large logits, see [Note: time of the collective].
 
-    Weights that the step leaves out (frozen, or plain without a gradient) are not scaled.
+    Weights that the step leaves out (frozen, or without a gradient on any rank, which
+    `MissingGradients` restores) are not scaled.
     """
 
     def __init__(

@@ -314,12 +314,12 @@ def _decay(
 
 
 def wide_dtype(
-    weight: torch.dtype, average: torch.dtype, rule: Elementwise, is_split: bool = False
+    weight_dtype: torch.dtype, average_dtype: torch.dtype, rule: Elementwise, is_split: bool = False
 ) -> torch.dtype:
-    """Return the dtype in which a parameter is stepped, from the dtypes of its weight and of its
-    averages. `is_split`: whether the weight is split, see `master_weights`.
+    """Return the dtype in which a parameter is stepped. `is_split`: whether the weight is split,
+    see `master_weights`.
     """
-    wide = torch.promote_types(weight, average)
+    wide = torch.promote_types(weight_dtype, average_dtype)
     return torch.promote_types(wide, torch.float32) if rule.in_fp32 or is_split else wide
 
 

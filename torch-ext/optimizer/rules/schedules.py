@@ -56,6 +56,16 @@ class Beta1:
             if beta1 != last:
                 self.last[id(group)] = group, beta1
 
+    def adopt(self, groups: list[dict]) -> None:
+        """Remember the groups of a copy in which `momentum` and `betas[0]` are equal: the next
+        change of either counts.
+        """
+        for group in groups:
+            if not group["use_muon"] and has_betas(group) and isinstance(group.get("betas"), tuple):
+                beta1 = number_of(group["betas"][0])
+                if beta1 == number_of(group.get("momentum")):
+                    self.last[id(group)] = group, beta1
+
     def forget(self) -> None:
         """Forget all groups: after loading a state dict, groups are new, and `betas` count."""
         self.last = {}

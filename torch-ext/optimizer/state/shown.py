@@ -79,8 +79,8 @@ def with_own_storages(state_dict: dict) -> dict:
 
 
 def _with_own_storage(value: object) -> object:
-    """Return a dense tensor, or a DTensor's shard, in a storage that ends with the tensor; other
-    values unchanged.
+    """Return a tensor, or a DTensor's shard, in a storage that begins and ends with its elements;
+    other values unchanged.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -89,7 +89,8 @@ def _with_own_storage(value: object) -> object:
     start = local.storage_offset() * local.itemsize
     if local.device.type != "cpu" or not local.numel() or storage.nbytes() == local.nbytes:
         return value
-    own = storage[start : start + local.nbytes]
+    extent = 1 + sum((n - 1) * step for n, step in zip(local.shape, local.stride()))
+    own = storage[start : start + extent * local.itemsize]
     local = torch.empty(0, dtype=local.dtype).set_(own, 0, local.shape, local.stride())
     return with_local(value, local) if is_dtensor(value) else local
 

@@ -102,7 +102,7 @@ class Offload(StatePlace):
         return [slot.memory for slot in slots]
 
 
-def place_of(options: MuonConfig) -> StatePlace:
+def state_place_for(options: MuonConfig) -> StatePlace:
     """Return the place of an optimizer's state."""
     return Offload(options) if options.offload_state else StatePlace()
 

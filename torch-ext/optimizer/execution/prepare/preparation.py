@@ -96,9 +96,10 @@ class Preparation:
         self.world: object = None
         self._dedicated = options.overlaps  # argument of `ProcessGroups`
         self.process_groups = ProcessGroups(dedicated=self._dedicated)
-        # Of buckets or of the whole step, and of `BoundStep.adamw_jobs`
+        # Of buckets or of the whole step, and of `BoundStep.adamw_jobs`. The constructor checks
+        # arguments later, and `capturable` may be an array
         self.graphs, self.adamw_graphs = [
-            Graphs(reason if options.capturable else "", not options.offload_state)
+            Graphs(reason if options.capturable is True else "", not options.offload_state)
             for reason in (SCALARS_CHANGED, GRADIENTS_MOVED)
         ]
         self.fingerprint: StepFingerprint | None = None

@@ -94,8 +94,8 @@ class BoundStep:
         if clip is not None:
             clip.bind(jobs)
         self.missing = MissingGradients(plans, self.stores, process_groups, buffers.flags)
-        # Work around the buckets of each step, in this order
-        # The clip before `missing`, which restores weights without any gradient
+        # Work around the buckets of each step, in this order. The clip comes before `missing`,
+        # which copies back weights without a gradient on any rank, and so undoes their scaling
         hooks = (place.hook(self.stores), self.nonfinite, clip, self.missing, hook)
         self.hooks: list[StepHook] = [hook for hook in hooks if hook is not None]
         early = len(jobs) if jobs and options.overlap_backward else 0

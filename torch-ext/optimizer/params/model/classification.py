@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .structure import NORM, Place, Structure, is_linear, own_parameters, upwards
+from .structure import NORM, Place, Structure, is_bias_of_experts, is_linear, upwards
 
 # Parts of a split: names of parameter groups, in the order of the groups
 PARTS = ("muon", "embeddings", "heads", "other", "no_decay")
@@ -284,7 +284,7 @@ def _module_type(param: torch.Tensor, place: Place, structure: Structure) -> Kin
 
 
 def _elementwise(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Tensors that multiply element by element; biases (E, R) of a stack (E, R, C) of experts;
+    """Tensors that multiply element by element; biases (E, R) or (E, C) of a stack (E, R, C);
     single rows and columns of parametrizations.
     """
     *path, leaf = place.name.split(".")
@@ -294,10 +294,9 @@ def _elementwise(param: torch.Tensor, place: Place, structure: Structure) -> Kin
         return Kind(OTHER, "elementwise")
     if leaf == "D" and hasattr(place.module, "A_log"):
         return Kind(NO_DECAY, "elementwise")  # Mamba's skip, with a row for each head in Zamba
-    beside = [p.shape[:2] for p in own_parameters(place.module) if p.ndim == 3]
     # "b1", "mlp_b"; a matrix beside a 3-D tensor may have the shape by chance
-    named = re.search(r"(^|_)b([^a-z]|$)", leaf.lower())
-    if param.ndim == 2 and named and param.shape in beside:
+    named = re.search(r"(^|_)b([^a-zA-Z]|$)", leaf)
+    if param.ndim == 2 and named and is_bias_of_experts(param, place.module):
         return Kind(NO_DECAY, "bias")
     if 1 in param.shape and "parametrizations" in path:
         return Kind(OTHER, "part of a parametrization")
@@ -317,7 +316,8 @@ def _packed(param: torch.Tensor, place: Place, structure: Structure) -> Kind | N
     """
     if set(place.name.split(".")[-3:]) & set(PACKED):
         return Kind(OTHER, "packed")
-    if param.ndim == 3 and param.shape[-1] == 2:  # torch.view_as_real
+    # As torch.view_as_real makes them
+    if param.ndim == 3 and param.shape[-1] == 2 and "expert" not in place.name.lower():
         return Kind(OTHER, "pairs of numbers")
     attention = re.search(r"att(ention|n)", f"{place.name} {type(place.module).__name__}".lower())
     if (

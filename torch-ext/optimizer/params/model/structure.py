@@ -348,13 +348,14 @@ class Structure:
         """Whether `param`, a matrix at `path` with a row for each expert, is a router or a gate of
         few rows. A named tensor of no linear layer may also have a column for each expert.
 
-        router, gate: whether name or type say router or gate. linear: whether the matrix belongs to
-        a linear layer of the model; a linear layer with as many rows as there are experts beside it
-        is a router under any name.
+        path: of the layer; of a bare tensor, its own name. router, gate: whether name or type say
+        router or gate. linear: whether the matrix belongs to a linear layer of the model; a linear
+        layer with as many rows as there are experts beside it is a router under any name.
         """
         named = router or gate
         rows, columns = param.shape
-        if not named and (not linear or rows >= columns):
+        # Beside many experts a gate of a gated linear unit may have a row for each of them
+        if not (named or linear) or linear and not router and rows >= columns:
             return False
         counts = self.expert_counts(path, levels=2 if named else 1)
         # A 3-D parameter of the linear layer itself is no stack of experts beside it
@@ -383,7 +384,7 @@ class Structure:
         biases of a stack of experts do not count.
         """
         return any(
-            p is not param and p.shape == param.shape and not _is_bias_of_experts(p, layer.module)
+            p is not param and p.shape == param.shape and not is_bias_of_experts(p, layer.module)
             for layer in self.layers
             if layer.path != path and parent in (layer.path, layer.path.rpartition(".")[0])
             for p in own_parameters(layer.module)
@@ -391,7 +392,8 @@ class Structure:
 
     def is_without_decay(self, name: str) -> bool:
         """Whether a module of the model lists a parameter in its method `no_weight_decay`, as
-        models of timm do: names within the module.
+        models of timm do: names within the module. Raises TypeError for a method that needs
+        arguments or returns no names.
         """
         return name in self._without_decay
 
@@ -401,8 +403,16 @@ class Structure:
         found = set()
         for path, module in self.modules.items():
             listed = getattr(module, "no_weight_decay", None)
-            if callable(listed):
-                found.update(f"{path}.{name}" if path else name for name in listed())
+            if not callable(listed):
+                continue
+            try:
+                names = set(listed() or ())
+            except TypeError as error:
+                raise TypeError(
+                    f"no_weight_decay() of module {path or 'the model'} raised {error!r}: it must "
+                    "take no arguments and return names of parameters within the module"
+                ) from error
+            found |= {f"{path}.{name}" if path else name for name in names}
         return found
 
     def expert_counts(self, path: str, levels: int) -> set[int]:
@@ -472,7 +482,7 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def _is_bias_of_experts(param: torch.Tensor, module: nn.Module) -> bool:
+def is_bias_of_experts(param: torch.Tensor, module: nn.Module) -> bool:
     """Whether `param`, of `module`, is 2-D with a row for each matrix of a stack (E, R, C) of the
     module, as long as a row or a column: (E, R) or (E, C).
     """
