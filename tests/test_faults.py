@@ -358,7 +358,7 @@ def test_a_fault_among_the_ranks_of_an_expert_is_told_on_all(tmp_path, optimizer
     Each hop meets both faults, one with either value of `nonfinite`.
     """
     own = [f"bucket {number} (" for number in (0, 0, 2, 3, 2, 3)] + [MISSING]  # 1: a pause between ranks of both kinds
-    hops, turn = {"propagate": own, "raise": [BROKEN, BROKEN, *own]}, itertools.cycle(PLACES)
+    hops, turn = {"propagate": own, "raise": [BROKEN] * 3 + own}, itertools.cycle(PLACES)
     cases = [(struck, "experts", next(turn), fault, hop, nonfinite)
              for nonfinite in hops for fault in ("dies", "raises") for hop in range(len(hops[nonfinite]))
              if THOROUGH or (fault == "dies") == ((hop + (nonfinite == "raise")) % 2 == 0)]
