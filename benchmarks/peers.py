@@ -204,33 +204,31 @@ TUNED = {"dion": ("dion.newton_schulz_triton", ("ns_line_1_kernel", "ns_line_2_k
 TUNED_BY_COMPILER = ("muonium",)
 
 
-def take_share_of_configs(rank: int, jobs: int, names) -> None:
-    """Leave each tuned kernel of these packages every jobs-th configuration in this process, so that processes together
-    compile all of them, side by side, into the cache on disk.
-    """
+def tuners(names):
+    """Yield Triton's autotuner of each tuned kernel of these packages, without packages that are missing."""
     for name in set(names) & TUNED.keys():
         module, kernels = TUNED[name]
         try:
             found = importlib.import_module(module)
         except ImportError:  # the benchmark says so
             continue
-        for kernel in kernels:
-            tuner = getattr(found, kernel)
-            tuner.configs = tuner.configs[rank % len(tuner.configs)::jobs]
+        yield from (getattr(found, kernel) for kernel in kernels)
+
+
+def take_share_of_configs(rank: int, jobs: int, names) -> None:
+    """Leave each tuned kernel of these packages every jobs-th configuration in this process, so that processes together
+    compile all of them, side by side, into the cache on disk.
+    """
+    for tuner in tuners(names):
+        tuner.configs = tuner.configs[rank % len(tuner.configs)::jobs]
 
 
 def set_tuning_time(milliseconds: float, names) -> None:
     """Let the tuned kernels of these packages time each configuration for so long. Triton's own choice is 100 ms."""
     from triton.testing import do_bench
 
-    for name in set(names) & TUNED.keys():
-        module, kernels = TUNED[name]
-        try:
-            found = importlib.import_module(module)
-        except ImportError:  # the benchmark says so
-            continue
-        for kernel in kernels:
-            getattr(found, kernel).do_bench = functools.partial(do_bench, warmup=milliseconds / 4, rep=milliseconds)
+    for tuner in tuners(names):
+        tuner.do_bench = functools.partial(do_bench, warmup=milliseconds / 4, rep=milliseconds)
 
 
 # X X^T: () -> function (X, out) that writes to out.

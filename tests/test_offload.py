@@ -373,8 +373,13 @@ def test_states_of_several_dtypes_are_saved(options, group, optimizer):
     for p in params:
         p.grad = torch.randn(64, 64)
     opt.step()
-    whole, one = io.BytesIO(), io.BytesIO()
+    opt.state["another's"] = 1  # of a wrapper
+    whole, one, pickled = io.BytesIO(), io.BytesIO(), io.BytesIO()
     saved = opt.state_dict()
+    torch.save(opt, pickled)
+    pickled.seek(0)
+    again = torch.load(pickled, weights_only=False)
+    assert same(again.state_dict()["state"][0], saved["state"][0]) and again.state["new"] == {}
     torch.save(saved, whole)
     torch.save(saved["state"][0], one)
     whole.seek(0)

@@ -244,8 +244,9 @@ class StateDictMethods(ForwardOverlapMethods):
             self._options, process_group=getattr(self._options.process_group, "group_name", None)
         )
         own = self._own_process_groups.mapped(lambda choice: choice.process_group.group_name)
+        saved = super().__getstate__()
         return {
-            **super().__getstate__(),
+            **(with_own_storages(saved) if self._options.offload_state else saved),
             "_options": options,
             "_own_process_groups": own,
             "_adamw": self._adamw,

@@ -4,7 +4,9 @@ Nothing is copied but state that moves to the host.
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -58,23 +60,26 @@ def on_one_device(state_dict: dict) -> dict:
     """
     if not called_by_checkpoint("_load_optim_state_dict"):
         return state_dict
-    state = {
-        number: {key: _on_host(value) for key, value in of.items()}
-        for number, of in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
+    return _with_values(state_dict, _on_host)
 
 
 def with_own_storages(state_dict: dict) -> dict:
-    """Return a state dict in which each state on the host has a storage of its own bytes, shared
-    with the optimizer.
+    """Return a state dict, or the dict of a pickle, in which each state on the host has a storage
+    of its own bytes, shared with the optimizer.
 
     With offload, states of several dtypes lie in one storage, which torch.save refuses.
     """
-    state = {
-        number: {key: _with_own_storage(value) for key, value in entries.items()}
-        for number, entries in state_dict["state"].items()
-    }
+    return _with_values(state_dict, _with_own_storage)
+
+
+def _with_values(state_dict: dict, shown: Callable[[object], object]) -> dict:
+    """Return a copy of a state dict, or of the dict of a pickle, with `shown(value)` in place of
+    each value of a parameter's state.
+    """
+    state = copy.copy(state_dict["state"])  # a pickle keeps a defaultdict
+    for key, entries in state.items():
+        if isinstance(entries, dict):  # users may add other entries
+            state[key] = {name: shown(value) for name, value in entries.items()}
     return {**state_dict, "state": state}
 
 

@@ -80,11 +80,7 @@ class BoundStep:
         if flags is not None:
             whole = nonfinite != "skip"
             self.nonfinite = NonfiniteFlags(flags, plans, self.stores, process_groups, whole)
-        clip = None
-        # Made even without parameters to step on this rank: the hook is collective
-        if options is not None and options.qk_clip is not None:
-            more = options, own, process_groups, self.nonfinite, device_of(groups)
-            clip = HeadClipping(options.qk_clip, groups, self.stores, *more)
+        clip = self._head_clipping(groups, options, own, process_groups)
         written = _all_told(clip, hook)
         shared = options, process_groups, graphs, written, place
         self.workspace: Workspace | None = None
@@ -103,6 +99,29 @@ class BoundStep:
         for job in jobs:
             apart = options.capturable and isinstance(job[0], ElementwiseUpdate)
             (self.adamw_jobs if apart else self.jobs).append(job)
+
+    def _head_clipping(
+        self,
+        groups: Sequence[dict],
+        options: MuonConfig | None,
+        own: Sequence[MuonConfig],
+        process_groups: ProcessGroups | None,
+    ) -> HeadClipping | None:
+        """The hook of QK-clip, also without parameters to step on this rank, since the hook is
+        collective; None without `qk_clip`. Arguments as in the constructor.
+        """
+        if options is None or options.qk_clip is None:
+            return None
+        return HeadClipping(
+            options.qk_clip,
+            groups,
+            self.stores,
+            options,
+            own,
+            process_groups,
+            self.nonfinite,
+            device_of(groups),
+        )
 
     @property
     def all_jobs(self) -> list[Job]:
