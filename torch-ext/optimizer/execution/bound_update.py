@@ -198,9 +198,9 @@ class BoundUpdate(BucketUpdate):
         states = {(p.kind, p.matrix, p.start[0]): p for p in self._stored_state()}
         found = []
         for state in self.rule.state:
-            of = [states[state.key, p.matrix, p.start[0]] for p in pieces]
-            if of[0] in to:
-                found.append((self.store.states(of), [to[p] for p in of]))
+            stored = [states[state.key, p.matrix, p.start[0]] for p in pieces]
+            if stored[0] in to:
+                found.append((self.store.states(stored), [to[p] for p in stored]))
         return found
 
     def _bind_weight_update(
