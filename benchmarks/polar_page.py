@@ -7,10 +7,10 @@
 
 Inputs are normal, bf16, fresh for each round; the packages of a stack take turns. All have equal coefficients, given by
 the schedule. Times are of a CUDA graph of one call, or with --eager of calls one after another. A package that is
-missing or fails leaves its fields empty, and the note says why. The error is that of the last matrix against the same
-polynomials in fp64, relative, in the Frobenius norm; that of torch.linalg.polar, which is exact, is how far the
-polynomials are from the polar factor. memory_mib is the most memory that a call takes beyond its input, the result
-included.
+missing or fails leaves its fields empty, and the note says why. With --tuning-ms the notes of tuned packages say it.
+The error is that of the last matrix against the same polynomials in fp64, relative, in the Frobenius norm; that of
+torch.linalg.polar, which is exact, is how far the polynomials are from the polar factor. memory_mib is the most memory
+that a call takes beyond its input, the result included.
 
 A stack and schedule that --out has rows of, of all packages at this commit on this kind of GPU, is not measured again,
 unless a package that was missing can be imported now. Rows of --eager and of graphs count apart.
@@ -151,6 +151,8 @@ def measure(package: Package, shape: tuple[int, int, int], name: str, count: int
     hold(options.pause)
     for maker, run, result in contest.results():
         row = polar.row(maker, "", shape, run, result)
+        if options.tuning_ms and maker in peers.TUNED and not row["note"]:
+            row["note"] = f"tuned for {options.tuning_ms:g} ms"
         yield {key: row.get(key, "") for key in COLUMNS} | {
             "date": datetime.date.today().isoformat(), "commit": options.commit, "set": name, "steps": count,
             "error": row["error_fp64"], "memory_mib": memory.get(maker, "")}
@@ -164,6 +166,7 @@ def with_memory(make, X: torch.Tensor, memory: dict[str, float], maker: str):
     Cycles keep tensors of the first call alive, such as a tuner's buffer. Collected during the second, they would hide
     what it allocates, down to a memory of 0. So they are freed before, and nothing is collected meanwhile.
     """
+    start = time.monotonic()
     try:
         call = make()
         call(X)
@@ -172,6 +175,8 @@ def with_memory(make, X: torch.Tensor, memory: dict[str, float], maker: str):
         raise
     if polar.DEVICE == "cuda":
         torch.cuda.synchronize()
+        if time.monotonic() - start > 2:
+            print(f"{maker} {tuple(X.shape)}: {time.monotonic() - start:.0f} s to compile and tune", flush=True)
         gc.collect()
         collects = gc.isenabled()
         gc.disable()
@@ -207,7 +212,7 @@ def compile_side_by_side(tasks: list[tuple], options: argparse.Namespace) -> Non
 
 def compile_all(rank: int, tasks: list[tuple], options: argparse.Namespace) -> None:
     """Call the packages on every jobs-th stack and schedule, so that the compilers' caches on disk know them. Of tuned
-    kernels each process compiles its share of the configurations on the first stack alone: the same serve all.
+    kernels each process compiles its share of the configurations, on one stack of each kind.
     """
     from torch._inductor import config
 
@@ -216,7 +221,7 @@ def compile_all(rank: int, tasks: list[tuple], options: argparse.Namespace) -> N
     peers.take_share_of_configs(rank, options.jobs, options.peers)
     if options.tuning_ms:
         peers.set_tuning_time(options.tuning_ms, options.peers)
-    tuned = [(tasks[0], name) for name in options.peers if name in peers.TUNED]
+    tuned = itertools.product(a_task_of_each_kind(tasks), [name for name in options.peers if name in peers.TUNED])
     others = [name for name in options.peers if name not in (*peers.TUNED, *peers.TUNED_BY_COMPILER)]
     for (shape, (name, count)), peer in [*tuned, *itertools.product(tasks[rank::options.jobs], others)]:
         hold(options.pause)
@@ -229,6 +234,18 @@ def compile_all(rank: int, tasks: list[tuple], options: argparse.Namespace) -> N
         finally:
             X = None
             torch.cuda.empty_cache()
+
+
+def a_task_of_each_kind(tasks: list[tuple]) -> list[tuple]:
+    """The task of the least work for each kind of stack. Triton compiles a kernel anew where a size or a stride ceases
+    to be a multiple of 16, and where other strides are 1, as in tall matrices.
+    """
+    found = {}
+    for task in sorted(tasks, key=lambda task: math.prod(task[0]) * min(task[0][1:])):
+        _, rows, cols = task[0]
+        multiples = tuple(size % 16 == 0 for size in (rows, cols, rows * cols, min(rows, cols) ** 2))
+        found.setdefault((rows > cols, *multiples), task)
+    return list(found.values())
 
 
 # The page

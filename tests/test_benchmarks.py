@@ -288,6 +288,15 @@ def test_memory_of_a_call_does_not_depend_on_what_the_first_one_left(monkeypatch
     assert memory == {"dion": 3.0} and len(calls) == 2 and gc.isenabled()
 
 
+def test_compilers_see_a_stack_of_each_kind(monkeypatch):
+    """Wide and tall ones, and sizes that are no multiples of 16: of each kind the one of the least work."""
+    page = load("polar_page", monkeypatch)
+    tasks = [(shape, ("jordan", 5)) for shape in page.STACKS["all"]]
+    found = [shape for shape, _ in page.a_task_of_each_kind(tasks)]
+    assert {(8, 50, 70), (16, 64, 128), (128, 70, 50), (32, 256, 64), (16, 100, 300)} < set(found)
+    assert len(found) == 7 and page.a_task_of_each_kind(tasks[:1]) == tasks[:1]
+
+
 @pytest.mark.parametrize("bad, found", [(0, [2]), (2, [1, 2, 3]), (9, [1, 2, 3, 4])])
 def test_restarts_of_gns_are_as_few_as_are_stable(bad, found, monkeypatch):
     """By the package's own search: with less than `bad` restarts Q grows, and for one it raises."""
