@@ -29,6 +29,19 @@ class Collective(Protocol):
         """Let the current stream (on CPUs: the host) wait for the collective."""
 
 
+class UpdatedParams(Protocol):
+    """The parameters that a `BucketUpdate` steps: what callers of an update may read. The class is
+    `Store` in execution/param_store.py, which imports this module.
+    """
+
+    params: Sequence[torch.Tensor]
+    groups: Sequence[dict]  # live parameter groups that are stepped together
+    device: torch.device
+
+    def locals(self) -> list[torch.Tensor]:
+        """Local tensors of all weights."""
+
+
 Running = Generator[Collective, None, None]  # a started `BucketUpdate.run`
 InFlight = tuple[Running, Collective]  # an update, and the collective that it waits for
 
@@ -48,7 +61,7 @@ class BucketUpdate:
         self,
         label: str,
         written: Callable[[BucketUpdate], None] | None = None,
-        store: object = None,
+        store: UpdatedParams | None = None,
     ):
         """`label`: name in error messages, such as "bucket 3 (...)". `written`: called with the
         update when `run` has ended and the weights are written; None: nothing to call. `store`: the
@@ -67,7 +80,8 @@ class BucketUpdate:
         return []
 
 
-Job = tuple[BucketUpdate, object]  # (update, live parameter group)
+# (update, live parameter group); None: of a simulated bucket (planning/cost_model.py)
+Job = tuple[BucketUpdate, dict | None]
 
 
 class StepHook:
@@ -110,7 +124,7 @@ class Pause(BucketUpdate):
 
     travels = True
 
-    def run(self, group: object) -> Running:
+    def run(self, group: dict | None) -> Running:
         """Do nothing."""
         return
         yield  # makes the function a generator
@@ -159,7 +173,7 @@ def run(jobs: Sequence[Job], closing: Callable[[], None] | None = None) -> None:
     _resume(in_flight)
 
 
-def begin(update: BucketUpdate, group: object) -> InFlight:
+def begin(update: BucketUpdate, group: dict) -> InFlight:
     """Start the inbound all-to-all of a bucket, for `run_all_inbound_first(begun=...)`."""
     started = _labelled(update, group)
     return started, next(started)
@@ -207,7 +221,7 @@ def run_beside(
         current.wait_stream(stream)
 
 
-def _labelled(update: BucketUpdate, group: object) -> Running:
+def _labelled(update: BucketUpdate, group: dict | None) -> Running:
     """Run an update, then call `written`. Errors of the update, and of collectives in flight, name
     the bucket.
     """

@@ -281,7 +281,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._why_unbound = "in a copy, or after unpickling"
 
 
-def _resolved(choice: Choice) -> object:
+def _resolved(choice: Choice) -> dist.ProcessGroup | None:
     """The process group of a choice, which a pickle keeps by name."""
     name = choice.process_group
     return dist.distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name

@@ -30,12 +30,12 @@ from ..params.dtensor import local_of
 from ..params.errors import fsdp_names, shortened, warn_caller
 from ..params.layout import this_rank
 from ..params.units import NOT_VIEWABLE, is_viewable, shapes_of
-from ..planning.plan import bucket_sort_key, digest
+from ..planning.plan import bucket_sort_key, digest, digest_int
 from ..planning.planner import Plan
 from ..rules.elementwise import elementwise_of
 from ..rules.muon import comparable_scale
 from ..rules.rule import rule_of
-from .process_groups import ProcessGroups, Ranks
+from .process_groups import ProcessGroups, Ranks, gather_integers
 
 # Group options in the order of comparison; the first difference is reported. AdamW groups derive
 # `momentum` from `betas`, so `betas` comes first.
@@ -280,10 +280,10 @@ def _fact_digests(
         *by_group,
     ]
     digests = [
-        *map(_digest_int, values),
+        *map(digest_int, values),
         len(params),
-        _digest_int([number for _, number in params]),
-        _digest_int(buckets),
+        digest_int([number for _, number in params]),
+        digest_int(buckets),
     ]
     return digests, [*values, len(params)]
 
@@ -322,7 +322,7 @@ def _param_digests(plan: Plan, numbers: list[int], known: dict[int, str]) -> lis
         is_named = plan.group_at(i).get("param_names")
         given = plan.names[i] if is_named else known.get(id(plan.params[i]))
         name = f"{given or plan.names[i]} of shape {tuple(plan.params[i].shape)}"
-        found.append((name, _digest_int((given, *_signature(plan, i)))))
+        found.append((name, digest_int((given, *_signature(plan, i)))))
     return found
 
 
@@ -355,12 +355,6 @@ def _normalized(value: object) -> object:
     return [_normalized(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
-def _digest_int(thing: object) -> int:
-    """Return a 56-bit integer from the SHA-256 of the value's repr."""
-    # 7 bytes: fits into int64
-    return int.from_bytes(hashlib.sha256(repr(thing).encode()).digest()[:7], "big")
-
-
 @functools.cache
 def _sources() -> str:
     """Return a digest of the package's Python sources, which determine the bits of a step."""
@@ -385,7 +379,7 @@ def _compare(
     Collective.
     """
     ranks = dist.get_process_group_ranks(group)
-    rows = _gather(facts, group, device)
+    rows = gather_integers(facts, group, device)
     for index, fact in enumerate(FACTS[:-1]):
         odd = _minority(ranks, [row[index] for row in rows])
         # All ranks have equal rows, so that all take part in the second gather or none does
@@ -431,20 +425,12 @@ def _first_difference(
     """Return a description of the first parameter that differs between ranks. Collective. The lists
     of all ranks have equal lengths, and all ranks know that the lists differ.
     """
-    rows = _gather([number for _, number in params], group, device)
+    rows = gather_integers([number for _, number in params], group, device)
     place = next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
     return (
         f"parameters; the first is number {place}, here {params[place][0]} (order, shape, dtype, "
         "placement, or that of its gradient)"
     )
-
-
-def _gather(numbers: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Return the numbers of every rank, by rank; every rank passes equally many. Collective."""
-    row = torch.tensor(numbers, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(rows, row, group=group)
-    return [row.tolist() for row in rows]
 
 
 @dataclass
@@ -464,7 +450,7 @@ class Replicated:
         without both.
         """
         rows = [None if row is None else row.tolist() for row in (self.weight, self.gradient)]
-        return self.identity or _digest_int(rows)
+        return self.identity or digest_int(rows)
 
 
 def _compare_copies(
@@ -605,8 +591,8 @@ def _refuse_order(copied: list[Replicated], group: dist.ProcessGroup, device: to
     unnamed = [c for c in copied if c.identity is None and c.weight is not None]
     if not unnamed:
         return
-    digests = [_digest_int((c.signature, c.key())) for c in unnamed]
-    rows = list(map(tuple, _gather(digests, group, device)))
+    digests = [digest_int((c.signature, c.key())) for c in unnamed]
+    rows = list(map(tuple, gather_integers(digests, group, device)))
     # Equal orders, or different weights: then the order is not at fault
     if len(set(rows)) == 1 or len({tuple(sorted(row)) for row in rows}) > 1:
         return

@@ -21,9 +21,9 @@ from ..kernels.backend import capturing
 from ..kernels.quantized.blocks import is_quantized, mark_unwritten
 from ..params import errors
 from ..params.config import MuonConfig
-from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, local_of, zeros_of
+from ..params.dtensor import is_dtensor, is_placed_like, local_of, zeros_of
 from ..params.errors import warn_caller
-from ..params.layout import own_layout, row_chunks, this_rank
+from ..params.layout import row_chunks, this_rank, zeros_with_placements
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
@@ -361,6 +361,4 @@ def _zeros_of_shape(
     if not is_dtensor(param):
         return torch.zeros(shape, dtype=dtype, device=param.device)
     # Not zeros_of: if a parameter is sharded by columns, a single rank stores its state per row
-    box = own_layout(param, shape).boxes[this_rank()]
-    local = torch.zeros([b - a for a, b in box], dtype=dtype, device=param.device)
-    return as_dtensor(local, shape, param.device_mesh, param.placements)
+    return zeros_with_placements(param, param.placements, dtype, shape)

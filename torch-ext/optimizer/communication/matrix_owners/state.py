@@ -12,7 +12,6 @@ ranks of a mesh call both together.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from ...params import errors
-from ...params.dtensor import as_dtensor, is_dtensor, local_of
+from ...params.dtensor import is_dtensor, local_of
 from ...params.errors import names_in
-from ...params.layout import Box, Layout, layout_of, own_layout, this_rank
-from ...params.units import Split, splits_of
+from ...params.layout import Box, Layout, layout_of, this_rank, zeros_with_placements
+from ...params.units import Split, box_shape, splits_of
 from ...planning.memory_model import ALIGNMENT
-from ...planning.plan import bucket_sort_key
+from ...planning.plan import bucket_sort_key, digest_int
 from ...rules.rule import OWNERS_KEY, rule_of, state_shape
-from ..process_groups import ProcessGroups
+from ..process_groups import ProcessGroups, gather_integers
 from ..store_barrier import wait_for_all
 
 # End of the error message on ranks that waited in vain for other ranks
@@ -116,16 +115,16 @@ def _fits(
 ) -> bool:
     """Whether the flat tensor of this rank, and the owners, are those of `layout` and `split`."""
     old = owners_in(state)
-    if state[OWNERS_KEY][-1] != _number_of((split, tuple(param.shape))):
+    if state[OWNERS_KEY][-1] != _digest_above_0((split, tuple(param.shape))):
         return False
     if len(old) != len(layout.matrices) or not set(old) <= {-1, *layout.ranks}:
         return False
     return places_at(this_rank(), layout, old, state[key].itemsize)[1] == len(state[key])
 
 
-def _number_of(value: object) -> int:
-    """Return a number > 0 for a value, by its `repr`: equal on all ranks."""
-    return 1 + int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+def _digest_above_0(value: object) -> int:
+    """Return an integer > 0 for a value, by its `repr`: equal on all ranks."""
+    return 1 + digest_int(value)
 
 
 def states_of(groups: Sequence[dict]) -> list[StateOf]:
@@ -211,7 +210,7 @@ def move(
             }
             # State and owners are replaced together: after a failed collective both are still old
             held.update(moved)
-            number = _number_of((of_param[0].split, tuple(of_param[0].param.shape)))
+            number = _digest_above_0((of_param[0].split, tuple(of_param[0].param.shape)))
             held[OWNERS_KEY] = torch.tensor([*owners, number], dtype=torch.int64, device="cpu")
 
 
@@ -256,7 +255,7 @@ def _form(state: Mapping, entry: StateOf) -> int:
         return MISSING
     if not is_at_owners(held, entry.key):
         return AT_PLACEMENTS
-    return _number_of(held[OWNERS_KEY].tolist())
+    return _digest_above_0(held[OWNERS_KEY].tolist())
 
 
 def _agreed_forms(
@@ -264,10 +263,8 @@ def _agreed_forms(
 ) -> list[int]:
     """Return `_form` of all members. Raises RuntimeError if ranks of the group differ."""
     forms = [_form(state, entry) for entry in members]
-    row = torch.tensor(forms, dtype=torch.int64, device=local_of(members[0].param).device)
-    gathered = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(gathered, row, group=group)
-    for entry, *found in zip(members, *(vector.tolist() for vector in gathered)):
+    gathered = gather_integers(forms, group, local_of(members[0].param).device)
+    for entry, *found in zip(members, *gathered):
         if len(set(found)) > 1:
             raise RuntimeError(
                 f"{entry.key} of parameter {entry.name} is at other places on some ranks of its "
@@ -299,7 +296,7 @@ def _stored(
     """Return the view of a piece in the local shard of state."""
     layout, me = entry.layout, this_rank()
     index = tuple(i - first for i, (first, _) in zip(matrix[0], layout.boxes[me]))
-    shape = tuple(stop - first for first, stop in box)
+    shape = box_shape(box)
     return entry.split.matrices(local)[index][layout.place_of(me, start, shape)]
 
 
@@ -331,10 +328,10 @@ def _to_placements(
     """Return state as a DTensor placed like its parameter from the flat tensors of `owners`."""
     param, me = entry.param, this_rank()
     shape = state_shape(param, entry.key, entry.split)
-    box = own_layout(param, shape).boxes[me]
     flat = flat.to(param.device)
-    # Matrices without elements have no owner
-    local = torch.zeros([b - a for a, b in box], dtype=flat.dtype, device=flat.device)
+    # Zeros, and not empty memory: matrices without elements have no owner
+    placed = zeros_with_placements(param, param.placements, flat.dtype, shape)
+    local = local_of(placed)
     places, _ = places_at(me, entry.layout, owners, flat.itemsize)
     sent, received = [], []
     for matrix, owner, rank, box, start in _pieces(entry, owners):
@@ -344,7 +341,7 @@ def _to_placements(
         if rank == me:
             received.append((owner, _stored(entry, local, matrix, box, start)))
     _exchange(sent, received, flat, group)
-    return as_dtensor(local, shape, param.device_mesh, param.placements)
+    return placed
 
 
 def _exchange(

@@ -303,12 +303,12 @@ class OffloadedChunks:
 
         return part, bind
 
-    def orthogonalize(self, constants: object) -> None:
+    def orthogonalize(self, constants: tuple) -> None:
         """See `UnreducedElementwiseUpdate`."""
         self.load_state()
         super().orthogonalize(constants)
 
-    def apply(self, constants: object) -> None:
+    def apply(self, constants: tuple) -> None:
         """See `UnreducedElementwiseUpdate`."""
         super().apply(constants)
         self.save_state()
