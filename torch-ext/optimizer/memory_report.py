@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
-from .communication.matrix_owners.state import places_at
+from .communication.matrix_owners.state import slices_at
 from .communication.process_groups import ProcessGroups
 from .execution.cuda_graphs import Graphs
 from .execution.offload.memory import ALIGNMENT
@@ -423,7 +423,7 @@ def _state_at(
             numel = rows * math.prod(state_shape(param, key, plan.split(i))[1:])
         elif plan.matrix_owners is not None and plan.matrix_owners[i] and key in plan.state_layouts:
             owners = plan.matrix_owners[i]
-            numel = places_at(rank, plan.state_layouts[key][i], owners, dtype.itemsize)[1]
+            numel = slices_at(rank, plan.state_layouts[key][i], owners, dtype.itemsize)[1]
         elif STATES[key].per == "block":
             # Boxes are those of matrices. Shards begin at whole blocks of columns as stored, see
             # `params.validation.check_blocks`

@@ -54,7 +54,7 @@ class BucketUpdate:
     generator.
     """
 
-    travels = False  # `run` yields collectives, if the plan needs them
+    has_collectives = False  # `run` yields collectives, if the plan needs them
     bucket = None  # the bucket of a plan; None for parameters without buckets, and for a pause
 
     def __init__(
@@ -122,7 +122,7 @@ class Pause(BucketUpdate):
     some ranks are in further groups.
     """
 
-    travels = True
+    has_collectives = True  # issues none itself, but takes a turn among the buckets that do
 
     def run(self, group: dict | None) -> Running:
         """Do nothing."""
@@ -159,7 +159,7 @@ def run(jobs: Sequence[Job], closing: Callable[[], None] | None = None) -> None:
     """
     updates, local = [], []
     for update, group in jobs:
-        (updates if update.travels else local).append(_labelled(update, group))
+        (updates if update.has_collectives else local).append(_labelled(update, group))
     in_flight = _advance(updates[:1])
     for update in local:
         next(update, None)
@@ -191,8 +191,8 @@ def run_all_inbound_first(
     """
     # With overlap_backward ranks may have begun different numbers of buckets. All inbound
     # collectives before all outbound collectives is an order that does not depend on the numbers.
-    updates = [_labelled(update, group) for update, group in jobs if update.travels]
-    local = [_labelled(update, group) for update, group in jobs if not update.travels]
+    updates = [_labelled(update, group) for update, group in jobs if update.has_collectives]
+    local = [_labelled(update, group) for update, group in jobs if not update.has_collectives]
     in_flight = [*begun, *_advance(updates[len(begun) :])]
     for update in local:
         next(update, None)

@@ -159,7 +159,7 @@ class OwnerUpdate(LaunchedUpdate):
     and `pack_local` if `packs_local`.
     """
 
-    travels = True
+    has_collectives = True
     packs_local = False  # some stored pieces are packed while the inbound all-to-all runs
 
     def run(self, group: dict, constants: tuple | None = None) -> Running:

@@ -438,11 +438,11 @@ class MemoryModel:
             _, shape, selected, *_ = self.forms[number]
             counts[owner][selected or shape] += count
         inbound, outbound, _, held, _ = (max(nbytes) for nbytes in zip(*at_owners.values()))
-        travels = self.route != "local"
+        has_collectives = self.route != "local"
         before, at_owner, after = ELEMENT_BYTES[self.route]
         # A rank may send more than any owner receives, and the all-to-all waits for both
         inbound = max(inbound, *leaves.values())
-        packed = max(leaves.values()) if travels else held
+        packed = max(leaves.values()) if has_collectives else held
         gathered = at_owner * held / self.element + (inbound if self.route == "reduce" else 0)
         # Most owners have equal counts, and a batch time is slow to compute
         distinct = {frozenset(shapes.items()): shapes for shapes in counts.values()}
@@ -454,8 +454,8 @@ class MemoryModel:
             cost_model.all_to_all_time(inbound),
             products,
             cost_model.all_to_all_time(outbound),
-            cost_model.memory_time(after * (returns if travels else held) / self.element),
-            travels,
+            cost_model.memory_time(after * (returns if has_collectives else held) / self.element),
+            has_collectives,
         )
 
     def workspace_for(self, taken: Mapping) -> int:

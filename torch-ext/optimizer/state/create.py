@@ -210,20 +210,22 @@ def _bring_to_owners(plan: Plan, state: dict) -> None:
     """Move state that rules read at owners to the owners of the plan, and create missing state
     there. Collective.
     """
-    kept = [
-        (at_owners.StateOf(p, plan.names[i], key, of_key[i], plan.split(i)), plan.matrix_owners[i])
+    owners = {p: plan.matrix_owners[i] for i, p in enumerate(plan.params) if plan.matrix_owners[i]}
+    entries = [
+        at_owners.StateEntry(p, plan.names[i], key, layouts[i], plan.split(i))
         for i, p in enumerate(plan.params)
-        for key, of_key in plan.state_layouts.items()
-        if plan.matrix_owners[i]
+        for key, layouts in plan.state_layouts.items()
+        if p in owners
     ]
-    for of, _ in kept:
-        _move_to_param(state[of.param], of.param)
+    for entry in entries:
+        _move_to_param(state[entry.param], entry.param)
     with errors.during("the move of state to the owners of matrices"):
-        at_owners.move(state, [of for of, _ in kept], {of.param: owners for of, owners in kept})
-    for of, owners in kept:
-        if of.key not in state[of.param]:
-            dtype = STATES[of.key].dtype
-            state[of.param][of.key] = at_owners.zeros_at_owner(of, owners, dtype)
+        at_owners.move_to_owners(state, entries, owners)
+    for entry in entries:
+        held = state[entry.param]
+        if entry.key not in held:
+            dtype = STATES[entry.key].dtype
+            held[entry.key] = at_owners.zeros_at_owner(entry, owners[entry.param], dtype)
 
 
 def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_rows: bool) -> None:

@@ -29,7 +29,7 @@ from ..params.validation import check_group
 from ..rules.muon import REST_KEY
 from ..rules.rule import SCALE_KEY, all_state_keys
 from .momentum.averages import loaded_keys, wide_if_needed
-from .momentum.conversion import converted
+from .momentum.conversion import with_own_momentum
 from .state_dict import (
     KINDS,
     STRUCTURE,
@@ -476,7 +476,7 @@ def _saved_group(
     rule = with_saved_rule(group, options)
     for param, name, split in zip(group["params"], params, splits_of(group)):
         if name in states:
-            states[name] = converted(states[name], rule, options, name, split, dtype)
+            states[name] = with_own_momentum(states[name], rule, options, name, split, dtype)
             states[name] = wide_if_needed(states[name], rule, param, name)
         # 8-bit momentum that an optimizer of another dtype loads has no scales any more
         is_8bit = SCALE_KEY in states.get(name, ())

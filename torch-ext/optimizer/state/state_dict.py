@@ -43,11 +43,11 @@ from ..rules.rule import (
 )
 from .consolidated import refuse_elsewhere
 from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
-from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
+from .momentum.conversion import as_tensor, in_8_bits, way_out, with_own_momentum
 from .peers.facts import check_source, going_on_from_adamw, listed
+from .saved_forms import SPLITS, called_by_checkpoint
 from .shard_check import check_shards
-from .shown import SPLITS, called_by_checkpoint
-from .weights.split import check_place, check_rest, warn_of_rests, with_own_precision
+from .weights.split import check_not_offloaded, check_rest, warn_of_rests, with_own_precision
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
@@ -387,7 +387,7 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
         _check_options(number, group, saved)
         _check_kind(number, group, saved)
         rule = with_saved_rule(group, saved)
-        check_place(number, rule, options[number])
+        check_not_offloaded(number, rule, options[number])
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
                 members.append((param, rule, name_of(group, i), loaded["state"][key]))
@@ -421,7 +421,7 @@ def _checked(
     """Return the saved state of a parameter with momentum in the form of `group`. Raises ValueError
     unless the state fits. `saved`: the saved group.
     """
-    state = converted(state, group, saved, name, split, options.state_dtype)
+    state = with_own_momentum(state, group, saved, name, split, options.state_dtype)
     state = wide_if_needed(state, group, param, name)
     check_saved_state(
         param, loaded_keys(group, param, options.state_dtype, state), name, state, split

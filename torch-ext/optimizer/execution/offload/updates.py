@@ -59,7 +59,7 @@ class OffloadedState:
     @property
     def update_momentum_early(self) -> bool:
         """See [Note: momentum before weights]."""
-        during_backward = self.options.overlap_backward and self.travels
+        during_backward = self.options.overlap_backward and self.has_collectives
         return self.selection is None and not during_backward
 
     @property

@@ -61,7 +61,7 @@ def as_tensor(value: object, what: str = "a state") -> torch.Tensor:
         ) from error
 
 
-def converted(
+def with_own_momentum(
     state: object, group: Mapping, saved: Mapping, name: str, split: Split, dtype: torch.dtype
 ) -> object:
     """Return the saved state of parameter `name` with the momentum of `group`, the optimizer's own

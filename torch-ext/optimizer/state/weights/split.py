@@ -25,7 +25,7 @@ from ...rules.rule import rule_of, writes_weights
 BITS = (torch.int16, torch.bfloat16)  # dtypes of a rest, in the state and in a state dict
 
 
-def with_shown_rests(state_dict: dict) -> dict:
+def with_rests_as_bf16(state_dict: dict) -> dict:
     """Return a state dict with each rest as bf16, see [Note: rests in state dicts]."""
     states = {
         key: {**state, REST_KEY: _viewed(state[REST_KEY], torch.bfloat16)}
@@ -77,7 +77,7 @@ def with_own_precision(saved: dict, own: dict) -> dict:
     return {key: value for key, value in saved.items() if key not in keys}
 
 
-def check_place(number: int, group: dict, options: MuonConfig) -> None:
+def check_not_offloaded(number: int, group: dict, options: MuonConfig) -> None:
     """Raise ValueError for weights that the loaded options of a group split, if state is offloaded.
     `group`: with the saved options.
     """
