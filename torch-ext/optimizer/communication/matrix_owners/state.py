@@ -166,11 +166,11 @@ def as_placed_dtensors(state: dict, groups: Sequence[dict]) -> dict:
             wait_for_all(group, "state_dict()", ADVICE)
         for group, members in by_group:
             locations = _agreed_locations(state, members, group)
-            for entry, location in zip(members, locations):
-                if location > AT_PLACEMENTS:
-                    held = state[entry.param]
-                    placed = _to_placements(entry, held[entry.key], owners_in(held), group)
-                    found[entry.param][entry.key] = placed
+            at_owners = [location > AT_PLACEMENTS for location in locations]
+            for entry in itertools.compress(members, at_owners):
+                held = state[entry.param]
+                placed = _to_placements(entry, held[entry.key], owners_in(held), group)
+                found[entry.param][entry.key] = placed
     return found
 
 

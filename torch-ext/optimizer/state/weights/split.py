@@ -1,5 +1,8 @@
-"""Split weights (`SplitWeights` in kernels/weights/split.py) outside of a step: their
-rests in state dicts, and fp32 weights that users read and write.
+"""Split weights outside of a step: their rests in state dicts, and fp32 weights that users read and
+write.
+
+A split weight is an fp32 weight in two halves: the bf16 parameter, and in the optimizer state the
+rest of the 32 bits, int16 (`SplitWeights` in kernels/weights/split.py).
 
 [Note: rests in state dicts]
 NCCL and gloo send no 16-bit integers, and torch gathers and broadcasts the tensors of a state dict.
