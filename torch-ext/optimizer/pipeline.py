@@ -38,8 +38,8 @@ class UpdatedParams(Protocol):
     groups: Sequence[dict]  # live parameter groups that are stepped together
     device: torch.device
 
-    def locals(self) -> list[torch.Tensor]:
-        """Local tensors of all weights."""
+    def locals(self, key: str | None = None) -> list[torch.Tensor]:
+        """Local tensors of all weights, or of state `key`."""
 
 
 Running = Generator[Collective, None, None]  # a started `BucketUpdate.run`
