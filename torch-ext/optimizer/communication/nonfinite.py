@@ -78,7 +78,7 @@ class NonfiniteFlags(StepHook):
         (nonfinite="raise", or found_inf of a GradScaler); else only the matrix is skipped.
         """
         self.process_groups = process_groups
-        self.whole = whole
+        self.skips_whole_step = whole
         self.flag_params = buffers.flag_params
         self.segments = buffers.segments
         self.count = buffers.count
@@ -151,7 +151,7 @@ class NonfiniteFlags(StepHook):
         if found_inf is None:
             self._flag_local_gradients()
         with errors.during("the comparison of NaN and Inf in gradients"):
-            if found_inf is not None or self.whole:
+            if found_inf is not None or self.skips_whole_step:
                 # A GradScaler without gradients on this rank gives the number 0, no tensor
                 flags = self.flags
                 if found_inf is not None:

@@ -87,7 +87,8 @@ class HeadClipping(StepHook):
         self.options = options
         self.own = own
         self.process_groups = process_groups
-        self.whole_step = nonfinite if nonfinite is not None and nonfinite.whole else None
+        skips_whole_step = nonfinite is not None and nonfinite.skips_whole_step
+        self.whole_step = nonfinite if skips_whole_step else None
         self.device = device
         self.in_turn = options.overlap_forward  # each weight is scaled as soon as it is written
         self.parameters = {

@@ -380,23 +380,23 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
     Tensors with other placements than the parameter's are redistributed; for DTensors that is
     collective. Raises ValueError, with the parameter's name, for state that does not fit.
     """
-    members = []  # (parameter, group with the saved decay, name, saved state)
+    members = []  # (parameter, result of `with_saved_rule`, name, saved state)
     saved_groups = []  # of each member
     splits = {p: split for group in groups for p, split in zip(group["params"], splits_of(group))}
     for number, (group, saved) in enumerate(zip(groups, loaded["param_groups"])):
         _check_options(number, group, saved)
         _check_kind(number, group, saved)
-        rule = with_saved_rule(group, saved)
-        check_not_offloaded(number, rule, options[number])
+        as_saved = with_saved_rule(group, saved)
+        check_not_offloaded(number, as_saved, options[number])
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
-                members.append((param, rule, name_of(group, i), loaded["state"][key]))
+                members.append((param, as_saved, name_of(group, i), loaded["state"][key]))
                 saved_groups.append(saved)
     of_param = {p: own for group, own in zip(groups, options) for p in group["params"]}
     refusal = None
     try:
         members = [
-            (*member[:3], _checked(*member, saved, splits[member[0]], of_param[member[0]]))
+            (*member[:3], _in_own_form(*member, saved, splits[member[0]], of_param[member[0]]))
             for member, saved in zip(members, saved_groups)
         ]
     except ValueError as error:
@@ -409,7 +409,7 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
     }
 
 
-def _checked(
+def _in_own_form(
     param: torch.Tensor,
     group: dict,
     name: str,

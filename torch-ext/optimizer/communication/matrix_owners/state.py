@@ -197,10 +197,10 @@ def move_to_owners(
     `wanted`: parameter -> owners of `Layout.matrices`. Raises RuntimeError, with the parameter's
     name, if state is at other places on other ranks.
     """
-    for group, some in _by_process_group(members):
-        locations = dict(zip(some, _agreed_locations(state, some, group)))
+    for group, entries in _by_process_group(members):
+        locations = dict(zip(entries, _agreed_locations(state, entries, group)))
         # Grouped by id, because == compares two tensors element by element
-        for _, of_param in itertools.groupby(some, key=lambda entry: id(entry.param)):
+        for _, of_param in itertools.groupby(entries, key=lambda entry: id(entry.param)):
             of_param = list(of_param)
             owners, held = list(wanted[of_param[0].param]), state[of_param[0].param]
             moved = {
@@ -359,11 +359,11 @@ def _exchange(
     """
     ranks = dist.get_process_group_ranks(group)
     out, into = (
-        [t for rank in ranks for peer, t in some if peer == rank] for some in (sent, received)
+        [t for rank in ranks for peer, t in pairs if peer == rank] for pairs in (sent, received)
     )
     sizes = [
-        [sum(t.numel() for peer, t in some if peer == rank) * like.itemsize for rank in ranks]
-        for some in (sent, received)
+        [sum(t.numel() for peer, t in pairs if peer == rank) * like.itemsize for rank in ranks]
+        for pairs in (sent, received)
     ]
     # As bytes, of which every backend can send any dtype
     parts = [t.reshape(-1) for t in out]
