@@ -68,7 +68,7 @@ def fingerprint(groups: Sequence[dict], state: dict, *more: object) -> object:
     negated gradients, non-tensor state.
     """
     params = _params_of(groups)
-    grads = list(map(gradient_of, params))
+    grads = list(map(gradient_of, params))  # with DTensors; `gradients`: their local tensors
     gradients = raw_locals(grads)
     missing = missing_from(gradients)
     # A missing gradient counts as zeros in the form of the weight
