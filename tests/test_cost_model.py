@@ -176,6 +176,7 @@ def test_a_busy_network_slows_what_is_computed_beside_it(optimizer):
 def test_what_stays_at_home_runs_beside_the_first_way_in(optimizer):
     cost_model = part("planning.cost_model")
     BucketTimes, spans = cost_model.BucketTimes, cost_model.spans
-    order = lanes(spans([BucketTimes(1, 50, 10, 5, 1), BucketTimes(1, 0, 20, 0, 1, travels=False)], 0.0), "stream")
+    local = BucketTimes(1, 0, 20, 0, 1, has_collectives=False)
+    order = lanes(spans([BucketTimes(1, 50, 10, 5, 1), local], 0.0), "stream")
     assert order == [("pack", 0, 0, 1), ("pack", 1, 1, 2), ("products", 1, 2, 22), ("apply", 1, 22, 23),
                      ("products", 0, 51, 61), ("apply", 0, 66, 67)]

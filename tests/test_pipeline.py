@@ -21,12 +21,13 @@ class BucketUpdate:
     """Yields `hops` collectives; says when each part of its story runs, and that it has its slot to itself."""
     label, written = "bucket", None
 
-    def __init__(self, number, hops, diary, slots, travels=True):
-        self.number, self.hops, self.diary, self.slots, self.travels = number, hops, diary, slots, travels
+    def __init__(self, number, hops, diary, slots, has_collectives=True):
+        self.number, self.hops, self.diary, self.slots = number, hops, diary, slots
+        self.has_collectives = has_collectives
 
     def run(self, hp):
         assert hp == {"group": self.number}
-        slot = self.number % part("pipeline").BUCKETS_IN_FLIGHT if self.travels else 1
+        slot = self.number % part("pipeline").BUCKETS_IN_FLIGHT if self.has_collectives else 1
         assert self.slots.setdefault(slot, self) is self, f"slot {slot} is still in use"
         for hop in range(self.hops):
             self.diary.append(f"{self.number}.{hop}")
@@ -41,7 +42,8 @@ def diary_of(hops, at_home=0, closing=False):
     """What happens, in order, for buckets with so many collectives each and some that stay at home."""
     diary, slots = [], {}
     jobs = [(BucketUpdate(i, count, diary, slots), {"group": i}) for i, count in enumerate(hops)]
-    home = [(BucketUpdate(f"home {i}", 0, diary, slots, travels=False), {"group": f"home {i}"}) for i in range(at_home)]
+    home = [(BucketUpdate(f"home {i}", 0, diary, slots, has_collectives=False), {"group": f"home {i}"})
+            for i in range(at_home)]
     jobs[len(jobs) // 2:len(jobs) // 2] = home
     part("pipeline").run(jobs, *([lambda: diary.append("closing")] if closing else ()))
     assert not slots, "a story did not come to its end"
@@ -125,7 +127,7 @@ def test_all_are_in_before_the_first_goes_out(optimizer):
     """In words: all leave, then all are computed and sent back, then all are applied; what stays at home is first."""
     pipeline, diary, slots = part("pipeline"), [], {}
     jobs = [(BucketUpdate(i, hop, diary, slots), {"group": i}) for i, hop in ((0, 2), (2, 2), (3, 1))]
-    home = BucketUpdate("home", 0, diary, slots, travels=False), {"group": "home"}
+    home = BucketUpdate("home", 0, diary, slots, has_collectives=False), {"group": "home"}
     with pytest.MonkeyPatch.context() as patch:
         everywhere(patch, pipeline, "BUCKETS_IN_FLIGHT", 5)  # one for each
         pipeline.run_all_inbound_first([jobs[0], home, *jobs[1:]])

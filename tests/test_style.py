@@ -183,6 +183,30 @@ def test_only_the_optimizer_knows_overlap():
     assert {module for module in found if not module.startswith("execution.overlap")} <= allowed
 
 
+# A class of a later layer, and the protocols by which earlier layers know it
+PROTOCOLS = {
+    "execution.param_store.Store": ["pipeline.UpdatedParams", "planning.planner.StoreOfPlan",
+                                    "metrics.reading.MeasuredStore"],
+    "communication.process_groups.ProcessGroups": ["planning.planner.AllToAllBackends"],
+}
+
+
+def members(name: str) -> dict[str, list[str] | None]:
+    """{attribute: None, method: names of its arguments} of a class."""
+    module, _, own = name.rpartition(".")
+    (node,) = [x for x in ast.walk(TREES[module]) if isinstance(x, ast.ClassDef) and x.name == own]
+    found = {x.name: [a.arg for a in x.args.args] for x in node.body if isinstance(x, ast.FunctionDef)}
+    declared = [x.target for x in node.body if isinstance(x, ast.AnnAssign)]
+    return {**dict.fromkeys(names_of(declared, ast.Name) | names_of([node], ast.Attribute)), **found}
+
+
+def test_protocols_are_those_of_their_classes():
+    for name, protocols in PROTOCOLS.items():
+        for protocol in protocols:
+            wanted, has = members(protocol), members(name)
+            assert wanted and {key: has.get(key, "missing") for key in wanted} == wanted, protocol
+
+
 @every_module
 def test_collectives_are_issued_where_ranks_talk(module):
     """A DTensor's `redistribute` and `full_tensor` count as collectives, too; they are called where placements are."""

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
+import torch.distributed as dist
 
-from .communication.matrix_owners.state import places_at
+from .communication.matrix_owners.state import slices_at
+from .communication.process_groups import ProcessGroups
 from .execution.cuda_graphs import Graphs
 from .execution.offload.memory import ALIGNMENT
 from .execution.offload.offload import slots_for
@@ -26,12 +28,12 @@ from .execution.prepare.state_place import StatePlace
 from .execution.prepare.step import BoundStep
 from .execution.workspace import buffer_name, layout_of
 from .kernels.elementwise.multi_tensor import BLOCK, NUMBERS
-from .kernels.quantized.blocks import BLOCK as BLOCK_8BIT
-from .kernels.quantized.blocks import is_quantized
+from .kernels.quantized.blocks import block_count, is_quantized
 from .newton_schulz.coefficients import steps_of
 from .params.config import AssumedRanks, MuonConfig
 from .params.dtensor import gradient_dtype, is_dtensor, local_of
 from .params.layout import Layout, layout_by_rows, ranks_of_group
+from .params.units import box_shape
 from .params.validation import device_of
 from .planning.cost_model import CostModel
 from .planning.plan import Bucket
@@ -160,7 +162,7 @@ class ForecastPlanner(Planner):
     def __init__(
         self,
         options: MuonConfig,
-        process_groups: object,
+        process_groups: ProcessGroups,
         row_shards: int | None = None,
         gpu_bytes: int = 80 << 30,
     ) -> None:
@@ -173,7 +175,11 @@ class ForecastPlanner(Planner):
         # Id of the `rank_plans` of a plan -> how to find those of other ranks
         self.parts_of: dict[int, PartsOf] = {}
 
-    def _find_hardware(self, params: Sequence[torch.Tensor], process_group: object) -> None:
+    def _find_hardware(
+        self,
+        params: Sequence[torch.Tensor],
+        process_group: dist.ProcessGroup | AssumedRanks | None,
+    ) -> None:
         """Take the GPU of the constructor for parameters on the meta device."""
         if params[0].device.type != "meta":
             existing = None if isinstance(process_group, AssumedRanks) else process_group
@@ -385,7 +391,7 @@ def _key(
 def _numel_at(rank: int, layout: Layout) -> int:
     """Return the elements that a rank stores; 0 outside of the layout's ranks."""
     box = layout.boxes.get(rank)
-    return 0 if box is None else math.prod(stop - start for start, stop in box)
+    return 0 if box is None else math.prod(box_shape(box))
 
 
 def _state_at(
@@ -417,13 +423,13 @@ def _state_at(
             numel = rows * math.prod(state_shape(param, key, plan.split(i))[1:])
         elif plan.matrix_owners is not None and plan.matrix_owners[i] and key in plan.state_layouts:
             owners = plan.matrix_owners[i]
-            numel = places_at(rank, plan.state_layouts[key][i], owners, dtype.itemsize)[1]
+            numel = slices_at(rank, plan.state_layouts[key][i], owners, dtype.itemsize)[1]
         elif STATES[key].per == "block":
             # Boxes are those of matrices. Shards begin at whole blocks of columns as stored, see
             # `params.validation.check_blocks`
-            stored = [stop - start for start, stop in layout.boxes[rank]]
+            stored = list(box_shape(layout.boxes[rank]))
             axis = -2 if plan.split(i).transposed else -1
-            stored[axis] = -(-stored[axis] // BLOCK_8BIT)
+            stored[axis] = block_count(stored[axis])
             numel = math.prod(stored)
         elif STATES[key].per != "element":
             numel = _numel_at(rank, plan.state_layouts[key][i])
@@ -499,7 +505,7 @@ def _old_bytes(i: int, numel: int, plan: Plan, options: MuonConfig) -> int:
     for key in keys:
         count = numel
         if STATES[key].per == "block":
-            count = numel // param.shape[-1] * -(-param.shape[-1] // BLOCK_8BIT)
+            count = numel // param.shape[-1] * block_count(param.shape[-1])
         nbytes += count * state_device_and_dtype(key, param, dtype)[1].itemsize
     return nbytes
 

@@ -448,9 +448,9 @@ class Muon(ReportMethods):
         if bound.nonfinite is not None:
             self._count_skipped(bound.nonfinite, found_inf is None)
         # A step that only creates state is not counted
-        if (bound.counting or bound.drawing) and bound.missing.has_stepped():
-            count_momentum(bound.counting)
-            count_drawn(bound.drawing)
+        if (bound.counting_groups or bound.drawing_groups) and bound.missing.has_stepped():
+            count_momentum(bound.counting_groups)
+            count_drawn(bound.drawing_groups)
 
     def _read_groups(self) -> None:
         """Adopt changed values of groups. Raises ValueError, naming the group, for wrong ones."""

@@ -29,6 +29,19 @@ class Collective(Protocol):
         """Let the current stream (on CPUs: the host) wait for the collective."""
 
 
+class UpdatedParams(Protocol):
+    """The parameters that a `BucketUpdate` steps: what callers of an update may read. The class is
+    `Store` in execution/param_store.py, which imports this module.
+    """
+
+    params: Sequence[torch.Tensor]
+    groups: Sequence[dict]  # live parameter groups that are stepped together
+    device: torch.device
+
+    def locals(self, key: str | None = None) -> list[torch.Tensor]:
+        """Local tensors of all weights, or of state `key`."""
+
+
 Running = Generator[Collective, None, None]  # a started `BucketUpdate.run`
 InFlight = tuple[Running, Collective]  # an update, and the collective that it waits for
 
@@ -41,14 +54,14 @@ class BucketUpdate:
     generator.
     """
 
-    travels = False  # `run` yields collectives, if the plan needs them
+    has_collectives = False  # `run` yields collectives, if the plan needs them
     bucket = None  # the bucket of a plan; None for parameters without buckets, and for a pause
 
     def __init__(
         self,
         label: str,
         written: Callable[[BucketUpdate], None] | None = None,
-        store: object = None,
+        store: UpdatedParams | None = None,
     ):
         """`label`: name in error messages, such as "bucket 3 (...)". `written`: called with the
         update when `run` has ended and the weights are written; None: nothing to call. `store`: the
@@ -67,7 +80,8 @@ class BucketUpdate:
         return []
 
 
-Job = tuple[BucketUpdate, object]  # (update, live parameter group)
+# (update, live parameter group); None: of a simulated bucket (planning/cost_model.py)
+Job = tuple[BucketUpdate, dict | None]
 
 
 class StepHook:
@@ -108,9 +122,9 @@ class Pause(BucketUpdate):
     some ranks are in further groups.
     """
 
-    travels = True
+    has_collectives = True  # issues none itself, but takes a turn among the buckets that do
 
-    def run(self, group: object) -> Running:
+    def run(self, group: dict | None) -> Running:
         """Do nothing."""
         return
         yield  # makes the function a generator
@@ -145,7 +159,7 @@ def run(jobs: Sequence[Job], closing: Callable[[], None] | None = None) -> None:
     """
     updates, local = [], []
     for update, group in jobs:
-        (updates if update.travels else local).append(_labelled(update, group))
+        (updates if update.has_collectives else local).append(_labelled(update, group))
     in_flight = _advance(updates[:1])
     for update in local:
         next(update, None)
@@ -159,7 +173,7 @@ def run(jobs: Sequence[Job], closing: Callable[[], None] | None = None) -> None:
     _resume(in_flight)
 
 
-def begin(update: BucketUpdate, group: object) -> InFlight:
+def begin(update: BucketUpdate, group: dict) -> InFlight:
     """Start the inbound all-to-all of a bucket, for `run_all_inbound_first(begun=...)`."""
     started = _labelled(update, group)
     return started, next(started)
@@ -177,8 +191,8 @@ def run_all_inbound_first(
     """
     # With overlap_backward ranks may have begun different numbers of buckets. All inbound
     # collectives before all outbound collectives is an order that does not depend on the numbers.
-    updates = [_labelled(update, group) for update, group in jobs if update.travels]
-    local = [_labelled(update, group) for update, group in jobs if not update.travels]
+    updates = [_labelled(update, group) for update, group in jobs if update.has_collectives]
+    local = [_labelled(update, group) for update, group in jobs if not update.has_collectives]
     in_flight = [*begun, *_advance(updates[len(begun) :])]
     for update in local:
         next(update, None)
@@ -207,7 +221,7 @@ def run_beside(
         current.wait_stream(stream)
 
 
-def _labelled(update: BucketUpdate, group: object) -> Running:
+def _labelled(update: BucketUpdate, group: dict | None) -> Running:
     """Run an update, then call `written`. Errors of the update, and of collectives in flight, name
     the bucket.
     """

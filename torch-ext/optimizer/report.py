@@ -123,7 +123,7 @@ class _TimedUpdate(BucketUpdate):
         self.update = update
         self.number = number
         self.watch = watch
-        self.travels = update.travels
+        self.has_collectives = update.has_collectives
 
     def run(self, group: dict) -> Running:
         """Run the update; see `BucketUpdate`."""
@@ -420,11 +420,11 @@ def _times(update: BucketUpdate, model: CostModel) -> BucketTimes:
             model.all_to_all_time(sum(plan.send_bytes))
             for plan in (rank_plan.inbound, rank_plan.outbound)
         )
-        return planned or BucketTimes(0, inbound, chunks, outbound, 0, update.travels)
+        return planned or BucketTimes(0, inbound, chunks, outbound, 0, update.has_collectives)
     elements = 0
     if update.store is not None:
         elements = sum(w.numel() for w in update.store.locals())
-    return BucketTimes(0, 0, 0, 0, model.memory_time(element * elements), update.travels)
+    return BucketTimes(0, 0, 0, 0, model.memory_time(element * elements), update.has_collectives)
 
 
 def workspace_of(updates: Sequence[BucketUpdate]) -> dict[str, int]:

@@ -52,7 +52,15 @@ class ReportMethods(StateDictMethods):
                 "step(), then call metrics()"
             )
         process_groups = None if local else self._preparation.process_groups
-        return read_metrics(bound, self.param_groups, self.qk_clip, process_groups, per_parameter)
+        return read_metrics(
+            bound.stores,
+            bound.missing,
+            bound.nonfinite,
+            self.param_groups,
+            self.qk_clip,
+            process_groups,
+            per_parameter,
+        )
 
     def plan_report(self) -> Report:
         """The plan of the last step, with the buckets of this rank: print it, or draw its

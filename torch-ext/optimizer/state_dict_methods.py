@@ -23,13 +23,18 @@ from .rules.muon import REST_KEY
 from .rules.rule import sharded_keys
 from .state import create
 from .state.consolidated import check_target, consolidate
-from .state.shown import called_by_checkpoint, on_one_device, with_own_storages, without_splits
+from .state.saved_forms import (
+    called_by_checkpoint,
+    on_one_device,
+    with_own_storages,
+    without_splits,
+)
 from .state.state_dict import Loading
 from .state.weights.split import (
     local_weights,
     master_weight,
     members_by_name,
-    with_shown_rests,
+    with_rests_as_bf16,
     write_parameter,
 )
 
@@ -115,7 +120,7 @@ class StateDictMethods(ForwardOverlapMethods):
         Warns after a step that failed half-way.
         """
         by_checkpoint = called_by_checkpoint()
-        saved = with_shown_rests(without_functions(self._saved(by_checkpoint)))
+        saved = with_rests_as_bf16(without_functions(self._saved(by_checkpoint)))
         if self._options.offload_state:
             saved = on_one_device(saved) if by_checkpoint else with_own_storages(saved)
         return without_splits(saved) if by_checkpoint else saved
@@ -133,7 +138,7 @@ class StateDictMethods(ForwardOverlapMethods):
                 self.init_state()
             if not self._options.state_at_owners:
                 return super().state_dict()
-            with self._showing(at_owners.shown(self.state, self.param_groups)):
+            with self._showing(at_owners.as_placed_dtensors(self.state, self.param_groups)):
                 return super().state_dict()
         named = self._named()
         # torch.distributed.checkpoint saves the parts of all ranks: a consolidated state is no help
@@ -281,7 +286,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._why_unbound = "in a copy, or after unpickling"
 
 
-def _resolved(choice: Choice) -> object:
+def _resolved(choice: Choice) -> dist.ProcessGroup | None:
     """The process group of a choice, which a pickle keeps by name."""
     name = choice.process_group
     return dist.distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name

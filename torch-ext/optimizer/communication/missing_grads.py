@@ -22,7 +22,7 @@ from ..kernels.backend import capturing
 from ..params import errors
 from ..pipeline import StepHook
 from ..planning.plan import bucket_sort_key
-from ..planning.planner import Plan
+from ..planning.planner import Plan, StoreOfPlan
 from ..rules.rule import changes_at_lr_0, rule_of
 from .process_groups import ProcessGroups
 
@@ -47,7 +47,7 @@ class MissingGradients(StepHook):
     def __init__(
         self,
         plans: Sequence[Plan] = (),
-        stores: Sequence[object] = (),
+        stores: Sequence[StoreOfPlan] = (),
         process_groups: ProcessGroups | None = None,
         flags: dict[tuple, tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class MissingGradients(StepHook):
             self.has_missing = self.has_missing or bool(store.missing)
         return True
 
-    def _restorable(self, store: object, number: int) -> list[torch.Tensor]:
+    def _restorable(self, store: StoreOfPlan, number: int) -> list[torch.Tensor]:
         """Return the tensors of parameter `number` for `restore`: all, or `counts_of`."""
         return store.counts_of(number) if self.only_counts else store.all_of(number)
 

@@ -24,9 +24,10 @@ from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, raw_locals
 from ..params.errors import name_in, warn_caller
 from ..params.layout import sharded_among
+from ..params.units import box_shape
 from ..pipeline import StepHook
 from ..planning.plan import Matrix, bucket_sort_key
-from ..planning.planner import Plan
+from ..planning.planner import Plan, StoreOfPlan
 from ..planning.rank_plan import Piece
 from .process_groups import ProcessGroups
 
@@ -69,7 +70,7 @@ class NonfiniteFlags(StepHook):
         self,
         buffers: FlagBuffers,
         plans: Sequence[Plan],
-        stores: Sequence[object],
+        stores: Sequence[StoreOfPlan],
         process_groups: ProcessGroups,
         whole: bool,
     ) -> None:
@@ -77,12 +78,13 @@ class NonfiniteFlags(StepHook):
         (nonfinite="raise", or found_inf of a GradScaler); else only the matrix is skipped.
         """
         self.process_groups = process_groups
-        self.whole = whole
+        self.skips_whole_step = whole
         self.flag_params = buffers.flag_params
         self.segments = buffers.segments
         self.count = buffers.count
         self.flags = buffers.flags
         self.local_flags = self.flags.new_zeros(self.count)
+        self.plan_of = {id(store): plan for plan, store in zip(plans, stores)}
         meshes = {
             layout.ranks
             for plan in plans
@@ -103,8 +105,8 @@ class NonfiniteFlags(StepHook):
         ]
 
     def _checked_gradients(
-        self, plan: Plan, store: object
-    ) -> tuple[object, list[int], list[tuple[int, list]], list[int]]:
+        self, plan: Plan, store: StoreOfPlan
+    ) -> tuple[StoreOfPlan, list[int], list[tuple[int, list]], list[int]]:
         """Return (store, indices of gradients with a single flag, [(index of a gradient, boxes of
         each of its units)] with several flags, flag indices of all in the order of
         `_flag_local_gradients`). With Triton the list of gradients with several flags is empty,
@@ -132,7 +134,7 @@ class NonfiniteFlags(StepHook):
             for unit in sorted(layout.unit_sizes(store.rank)):
                 boxes.append(
                     [
-                        layout.place_of(store.rank, start, _shape_of(box))
+                        layout.place_of(store.rank, start, box_shape(box))
                         for box, start in layout.unit_boxes(store.rank, unit)
                     ]
                 )
@@ -149,7 +151,7 @@ class NonfiniteFlags(StepHook):
         if found_inf is None:
             self._flag_local_gradients()
         with errors.during("the comparison of NaN and Inf in gradients"):
-            if found_inf is not None or self.whole:
+            if found_inf is not None or self.skips_whole_step:
                 # A GradScaler without gradients on this rank gives the number 0, no tensor
                 flags = self.flags
                 if found_inf is not None:
@@ -208,7 +210,7 @@ class NonfiniteFlags(StepHook):
         """Process groups of all sets of ranks, looked up at the first use."""
         return [self.process_groups.get_dedicated_or_shared(ranks) for ranks in self.rank_sets]
 
-    def skipped_by_param(self, entries: Sequence[tuple[object, int]]) -> list[int]:
+    def skipped_by_param(self, entries: Sequence[tuple[StoreOfPlan, int]]) -> list[int]:
         """Return how many matrices (AdamW: 1 for the parameter) the last step has skipped, for each
         (store, parameter index). Waits for the device.
         """
@@ -216,7 +218,7 @@ class NonfiniteFlags(StepHook):
         found = []
         for store, number in entries:
             first = store.flag_offset[number]
-            count = math.prod(_flag_shape(store.collector.plan, number))
+            count = math.prod(_flag_shape(self.plan_of[id(store)], number))
             found.append(sum(flags[first : first + count]))
         return found
 
@@ -398,7 +400,7 @@ def _is_compared(param: torch.Tensor) -> bool:
     return is_dtensor(param) and param.requires_grad
 
 
-def unscale(stores: Sequence[object], grad_scale: torch.Tensor | None) -> None:
+def unscale(stores: Sequence[StoreOfPlan], grad_scale: torch.Tensor | None) -> None:
     """Divide the step's gradients by the scale of a GradScaler, in place. None: gradients are not
     scaled.
     """
@@ -426,7 +428,7 @@ def _flag_shape(plan: Plan, number: int) -> tuple[int, ...]:
     return () if is_one else (*layout.shape[:-2], layout.unit_count)
 
 
-def _bind_check(plan: Plan, store: object) -> NonfiniteCheck:
+def _bind_check(plan: Plan, store: StoreOfPlan) -> NonfiniteCheck:
     """Bind the check of the gradients with several flags: a rectangle for each box of a unit that
     the rank stores, of every matrix.
     """
@@ -445,11 +447,6 @@ def _bind_check(plan: Plan, store: object) -> NonfiniteCheck:
                 ]
     shapes = [piece.shape for piece in pieces]
     return NonfiniteCheck(shapes, store.sources(pieces), store.gradients, store.skip(pieces))
-
-
-def _shape_of(box: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """Return the lengths of the sides of a box."""
-    return tuple(stop - start for start, stop in box)
 
 
 def _largest(matrices: torch.Tensor, places: Sequence[tuple[slice, slice]]) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..params import errors
 from ..params.dtensor import local_of, with_local
 from ..params.layout import row_chunks
+from .process_groups import gather_integers
 from .redistribute import by_rows
 from .store_barrier import wait_for_all
 
@@ -142,10 +143,7 @@ def _count_rows(
     # Frozen parameters may be on any device, even without a backend of the group
     trained = next(filter(attrgetter("requires_grad"), members), next(iter(members)))
     counts = [len(_rows(state[p][key])) if key in state.get(p, {}) else -1 for p, key in entries]
-    row = torch.tensor(counts, dtype=torch.int64, device=local_of(trained).device)
-    gathered = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(gathered, row, group=group)
-    columns = zip(*(vector.tolist() for vector in gathered))
+    columns = zip(*gather_integers(counts, group, local_of(trained).device))
     found = [(*entry, list(have)) for entry, have in zip(entries, columns) if max(have) >= 0]
     for param, key, have in found:
         rows = _row_count(param)

@@ -30,12 +30,12 @@ from ..params.dtensor import local_of
 from ..params.errors import fsdp_names, shortened, warn_caller
 from ..params.layout import this_rank
 from ..params.units import NOT_VIEWABLE, is_viewable, shapes_of
-from ..planning.plan import bucket_sort_key, digest
+from ..planning.plan import bucket_sort_key, digest, digest_int
 from ..planning.planner import Plan
 from ..rules.elementwise import elementwise_of
 from ..rules.muon import comparable_scale
 from ..rules.rule import rule_of
-from .process_groups import ProcessGroups, Ranks
+from .process_groups import ProcessGroups, Ranks, gather_integers
 
 # Group options in the order of comparison; the first difference is reported. AdamW groups derive
 # `momentum` from `betas`, so `betas` comes first.
@@ -116,7 +116,7 @@ def check_plans(
     """
     sets = [_rank_sets(plan) for plan in plans]
     known = _fsdp_names(plans)
-    later = []
+    deferred = []
     # Sorted alike on all ranks, larger sets first: ranks in several sets meet in a common order
     for ranks in sorted(set().union(*sets), key=bucket_sort_key):
         members = [(plan, found[ranks]) for plan, found in zip(plans, sets) if ranks in found]
@@ -134,7 +134,7 @@ def check_plans(
             common = process_groups.shared_groups()
             group = _create_group(common, ranks, common.find_any_order(ranks), device)
             _compare(facts, values, params, group, device)
-            later += _compare_copies(members, known, options, group, device)
+            deferred += _compare_replicas(members, known, options, group, device)
             _reuse_idle_group(ranks, process_groups, group, device)
             _create_group(process_groups, ranks, group, device)
     for plan in plans:
@@ -152,7 +152,7 @@ def check_plans(
                 process_groups.connected,
                 local_of(plans[0].params[0]).device,
             )
-    return later
+    return deferred
 
 
 def _reuse_idle_group(
@@ -280,10 +280,10 @@ def _fact_digests(
         *by_group,
     ]
     digests = [
-        *map(_digest_int, values),
+        *map(digest_int, values),
         len(params),
-        _digest_int([number for _, number in params]),
-        _digest_int(buckets),
+        digest_int([number for _, number in params]),
+        digest_int(buckets),
     ]
     return digests, [*values, len(params)]
 
@@ -318,12 +318,18 @@ def _param_digests(plan: Plan, numbers: list[int], known: dict[int, str]) -> lis
     """
     found = []
     for i in numbers:
-        # Names that this package made up (#0, #1) count positions only, and are not compared
-        is_named = plan.group_at(i).get("param_names")
-        given = plan.names[i] if is_named else known.get(id(plan.params[i]))
+        given = _given_name(plan, i, known)
         name = f"{given or plan.names[i]} of shape {tuple(plan.params[i].shape)}"
-        found.append((name, _digest_int((given, *_signature(plan, i)))))
+        found.append((name, digest_int((given, *_signature(plan, i)))))
     return found
+
+
+def _given_name(plan: Plan, number: int, known: dict[int, str]) -> str | None:
+    """Return the name that the user or FSDP2 gave to a parameter. Names that this package made up
+    (#0, #1) count positions only, and are not compared. `known`: result of `_fsdp_names`.
+    """
+    is_named = plan.group_at(number).get("param_names")
+    return plan.names[number] if is_named else known.get(id(plan.params[number]))
 
 
 def _signature(plan: Plan, number: int) -> tuple:
@@ -355,12 +361,6 @@ def _normalized(value: object) -> object:
     return [_normalized(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
-def _digest_int(thing: object) -> int:
-    """Return a 56-bit integer from the SHA-256 of the value's repr."""
-    # 7 bytes: fits into int64
-    return int.from_bytes(hashlib.sha256(repr(thing).encode()).digest()[:7], "big")
-
-
 @functools.cache
 def _sources() -> str:
     """Return a digest of the package's Python sources, which determine the bits of a step."""
@@ -385,7 +385,7 @@ def _compare(
     Collective.
     """
     ranks = dist.get_process_group_ranks(group)
-    rows = _gather(facts, group, device)
+    rows = gather_integers(facts, group, device)
     for index, fact in enumerate(FACTS[:-1]):
         odd = _minority(ranks, [row[index] for row in rows])
         # All ranks have equal rows, so that all take part in the second gather or none does
@@ -431,20 +431,12 @@ def _first_difference(
     """Return a description of the first parameter that differs between ranks. Collective. The lists
     of all ranks have equal lengths, and all ranks know that the lists differ.
     """
-    rows = _gather([number for _, number in params], group, device)
+    rows = gather_integers([number for _, number in params], group, device)
     place = next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
     return (
         f"parameters; the first is number {place}, here {params[place][0]} (order, shape, dtype, "
         "placement, or that of its gradient)"
     )
-
-
-def _gather(numbers: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Return the numbers of every rank, by rank; every rank passes equally many. Collective."""
-    row = torch.tensor(numbers, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(rows, row, group=group)
-    return [row.tolist() for row in rows]
 
 
 @dataclass
@@ -454,7 +446,7 @@ class Replicated:
     name: str  # for messages
     identity: str | None  # name that the user or FSDP2 gave; None without
     signature: tuple  # see `_signature`
-    travels: bool  # pieces are sent to other ranks, which find them by the order of parameters
+    is_sent: bool  # pieces are sent to other ranks, which find them by the order of parameters
     # First elements, fp32; None if ranks need not have equal values
     weight: torch.Tensor | None
     gradient: torch.Tensor | None
@@ -464,10 +456,10 @@ class Replicated:
         without both.
         """
         rows = [None if row is None else row.tolist() for row in (self.weight, self.gradient)]
-        return self.identity or _digest_int(rows)
+        return self.identity or digest_int(rows)
 
 
-def _compare_copies(
+def _compare_replicas(
     members: list[tuple[Plan, set[int]]],
     known: dict[int, str],
     options: MuonConfig,
@@ -482,20 +474,21 @@ def _compare_copies(
     could confuse without notice. Returns the comparison of gradients for a later step if all
     gradients are zero and each lr is 0, else [].
     """
-    copied = [c for plan, numbers in members for c in _replicated(plan, numbers, known, options)]
+    replicated = _all_replicated(members, known, options)
     # Weights and gradients are compared in a single all-reduce
-    extremes = _extremes([c.weight for c in copied] + [c.gradient for c in copied], group, device)
-    weights = extremes[: len(copied)]
-    gradients = extremes[len(copied) :]
+    values = [c.weight for c in replicated] + [c.gradient for c in replicated]
+    extremes = _extremes(values, group, device)
+    weights = extremes[: len(replicated)]
+    gradients = extremes[len(replicated) :]
     # Weights in different orders differ as well, which is an error and not a warning
     if any(map(_differs, weights)):
-        _refuse_order(copied, group, device)
+        _refuse_order(replicated, group, device)
     ranks = dist.get_process_group_ranks(group)
     # All ranks have equal extremes: a single warning is enough
     if this_rank() == min(ranks):
-        _warn_of_weights(_only_different(copied, weights), ranks)
-        _warn_of_gradients(_only_different(copied, gradients), ranks)
-        _warn_of_order(copied, ranks)
+        _warn_of_weights(_only_different(replicated, weights), ranks)
+        _warn_of_gradients(_only_different(replicated, gradients), ranks)
+        _warn_of_order(replicated, ranks)
     compared = [pair for pair in gradients if pair is not None]
     is_lr_zero = all(_normalized(group["lr"]) == 0 for group in _groups_of(members))
     if not compared or not is_lr_zero:
@@ -514,13 +507,20 @@ def _compare_gradients(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Compare the first elements of the current gradients, as `_compare_copies` does."""
-    copied = [c for plan, numbers in members for c in _replicated(plan, numbers, known, options)]
+    """Compare the first elements of the current gradients, as `_compare_replicas` does."""
+    replicated = _all_replicated(members, known, options)
     with errors.during("the comparison of gradients of which ranks hold copies"):
-        gradients = _extremes([c.gradient for c in copied], group, device)
+        gradients = _extremes([c.gradient for c in replicated], group, device)
     ranks = dist.get_process_group_ranks(group)
     if this_rank() == min(ranks):
-        _warn_of_gradients(_only_different(copied, gradients), ranks)
+        _warn_of_gradients(_only_different(replicated, gradients), ranks)
+
+
+def _all_replicated(
+    members: list[tuple[Plan, set[int]]], known: dict[int, str], options: MuonConfig
+) -> list[Replicated]:
+    """Return `_replicated` of all plans."""
+    return [c for plan, numbers in members for c in _replicated(plan, numbers, known, options)]
 
 
 def _replicated(
@@ -534,15 +534,14 @@ def _replicated(
         layout = plan.layouts[i]
         if id(layout) not in is_replica:
             is_replica[id(layout)] = len(set(layout.boxes.values())) == 1
-        is_named = plan.group_at(i).get("param_names")
-        given = plan.names[i] if is_named else known.get(id(param))
+        given = _given_name(plan, i, known)
         weight = _first_elements(param) if is_replica[id(layout)] else None
         # Without grads_are_reduced each rank has the gradient of its own batch
         reduced = weight is not None and layout.plain and options.grads_are_reduced
         gradient = _first_elements(param.grad, weight) if reduced else None
-        travels = plan.rank_plans is not None
+        is_sent = plan.rank_plans is not None
         signature = _signature(plan, i)
-        entry = Replicated(given or plan.names[i], given, signature, travels, weight, gradient)
+        entry = Replicated(given or plan.names[i], given, signature, is_sent, weight, gradient)
         found.append(entry)
     return found
 
@@ -595,18 +594,22 @@ def _differs(extremes: tuple | None) -> bool:
     return bool((most - least > TOLERANCE * torch.maximum(most.abs(), least.abs())).any())
 
 
-def _only_different(copied: list[Replicated], extremes: list[tuple | None]) -> list[Replicated]:
+def _only_different(
+    replicated: list[Replicated], extremes: list[tuple | None]
+) -> list[Replicated]:
     """Return the parameters whose values differ between ranks."""
-    return list(itertools.compress(copied, map(_differs, extremes)))
+    return list(itertools.compress(replicated, map(_differs, extremes)))
 
 
-def _refuse_order(copied: list[Replicated], group: dist.ProcessGroup, device: torch.device) -> None:
+def _refuse_order(
+    replicated: list[Replicated], group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Raise RuntimeError if ranks hold equal unnamed weights in different orders. Collective."""
-    unnamed = [c for c in copied if c.identity is None and c.weight is not None]
+    unnamed = [c for c in replicated if c.identity is None and c.weight is not None]
     if not unnamed:
         return
-    digests = [_digest_int((c.signature, c.key())) for c in unnamed]
-    rows = list(map(tuple, _gather(digests, group, device)))
+    digests = [digest_int((c.signature, c.key())) for c in unnamed]
+    rows = list(map(tuple, gather_integers(digests, group, device)))
     # Equal orders, or different weights: then the order is not at fault
     if len(set(rows)) == 1 or len({tuple(sorted(row)) for row in rows}) > 1:
         return
@@ -644,14 +647,14 @@ def _warn_of_gradients(differ: list[Replicated], ranks: list[int]) -> None:
         )
 
 
-def _warn_of_order(copied: list[Replicated], ranks: list[int]) -> None:
+def _warn_of_order(replicated: list[Replicated], ranks: list[int]) -> None:
     """Warn of unnamed parameters with equal signatures and equal first elements: no rank would
     notice a different order.
     """
     by_form = defaultdict(list)
     names = []
-    for c in copied:
-        if c.travels:
+    for c in replicated:
+        if c.is_sent:
             by_form[c.signature].append(c)
     for alike in [alike for alike in by_form.values() if len(alike) > 1]:
         keys = [c.key() for c in alike]

@@ -1,7 +1,8 @@
 """The process group of each set of ranks: found among existing groups or created.
 
 `ProcessGroups`: groups of an optimizer. Creates groups, but issues no collective of a step. The
-ranks of a new group must create it together: plan_check.py sees to the order.
+ranks of a new group must create it together: plan_check.py sees to the order. `gather_integers`:
+numbers of all ranks, outside of a step.
 """
 
 from __future__ import annotations
@@ -355,6 +356,19 @@ def world_now() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
+def gather_integers(
+    numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device
+) -> list[list[int]]:
+    """Return the numbers of every rank of `group`, by rank of the group. Every rank passes equally
+    many, each a signed 64-bit integer. `device`: one that the group's backend can send from.
+    Collective (an all-gather); waits for the device.
+    """
+    row = torch.tensor(numbers, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    dist.all_gather(rows, row, group=group)
+    return [row.tolist() for row in rows]
+
+
 def check_process_group(world: dist.ProcessGroup | None, was_world: bool) -> None:
     """Raise RuntimeError for a destroyed `process_group`, unless the user gave the default group
     and a new default group exists.
@@ -366,7 +380,7 @@ def check_process_group(world: dist.ProcessGroup | None, was_world: bool) -> Non
         )
 
 
-def found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
+def found_again(choice: Choice, world: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The new default group in place of a destroyed process group. Raises RuntimeError if the
     destroyed group was not the default group.
     """

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, on_mesh_device
-from ..params.layout import own_layout, this_rank, unsupported_sharding
+from ..params.layout import local_layout, this_rank, unsupported_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,7 +123,7 @@ def place_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if unsupported_sharding(param):
         local = _cut_by_torch(whole, param)
     else:
-        local = own_layout(param, whole.shape).cut(whole, this_rank())
+        local = local_layout(param, whole.shape).cut(whole, this_rank())
     return as_dtensor(local.to(param.device), whole.shape, param.device_mesh, param.placements)
 
 

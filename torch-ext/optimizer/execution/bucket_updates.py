@@ -159,7 +159,7 @@ class OwnerUpdate(LaunchedUpdate):
     and `pack_local` if `packs_local`.
     """
 
-    travels = True
+    has_collectives = True
     packs_local = False  # some stored pieces are packed while the inbound all-to-all runs
 
     def run(self, group: dict, constants: tuple | None = None) -> Running:
@@ -327,7 +327,7 @@ class ShardedUpdate(OwnerUpdate):
         self._run_iteration(constants)
         self.disassemble()
 
-    def apply(self, constants: object) -> None:
+    def apply(self, constants: MuonConstants) -> None:
         """Write W, M and state of all stored pieces."""
         self._run_weight_update(self.update_packed)
         # `Pack` has not read replicas: M is still old, whatever `update_momentum_early` says
@@ -374,7 +374,7 @@ class UnreducedUpdate(OwnerUpdate):
         self.disassemble = copy_unless_in_place({**self.to_shards.leave, **kept}, whole)
         self.update_owned = self._bind_weight_update(owned, {**whole, **kept}, means)
 
-    def pack(self, constants: object) -> None:
+    def pack(self, constants: MuonConstants) -> None:
         """Copy G of every piece to the send buffer, rounded to wire_dtype."""
         self.fill(self.store.gradients, self.store.addresses)
 
@@ -385,7 +385,7 @@ class UnreducedUpdate(OwnerUpdate):
         self._run_iteration(constants)
         self.disassemble()
 
-    def apply(self, constants: object) -> None:
+    def apply(self, constants: MuonConstants) -> None:
         """Write W of all pieces, and M and state of owned matrices."""
         self._run_weight_update(self.update_owned, self.mean.result)
         self._run_weight_update(self.update_received)

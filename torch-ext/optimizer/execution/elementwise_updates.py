@@ -197,11 +197,11 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
         """`pack` only: torch's own kernels need no compilation beforehand."""
         return [partial(self.pack, ())]
 
-    def pack(self, constants: object) -> None:
+    def pack(self, constants: tuple) -> None:
         """Copy gradients to the send buffer, in their own dtype."""
         self.fill(self.store.gradients, self.store.addresses)
 
-    def orthogonalize(self, constants: object) -> None:
+    def orthogonalize(self, constants: tuple) -> None:
         """Step copies of own chunks, and copy the stepped weights to the send buffer. Named after
         the phase of `OwnerUpdate.run`; elementwise rules orthogonalize nothing.
         """
@@ -214,7 +214,7 @@ class UnreducedElementwiseUpdate(OwnerUpdate):
             elementwise.step_skipping_flagged(*arguments)
         copy_torch(*self.sent)
 
-    def apply(self, constants: object) -> None:
+    def apply(self, constants: tuple) -> None:
         """Write weights, state and step counts."""
         if self.sums is not None:
             self.sums(self.sums.save())

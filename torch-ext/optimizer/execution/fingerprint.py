@@ -52,7 +52,7 @@ RULE = FIXED.index("rule")
 MUTABLE = "ns_coefficients", "split", "transposed"
 SIMPLE = {str, bool, type(None)}  # types of values that cannot be changed in place
 # Options with numbers that launches take from the host
-ALIKE = "eps", "nesterov"
+LAUNCH_OPTIONS = "eps", "nesterov"
 NUMBER_TYPES = {float, int, bool, type(None)}
 
 # (dtype, stride, data pointer modulo ALIGNMENT in bytes) of the local part of a gradient
@@ -68,8 +68,8 @@ def fingerprint(groups: Sequence[dict], state: dict, *more: object) -> object:
     negated gradients, non-tensor state.
     """
     params = _params_of(groups)
-    whole = list(map(gradient_of, params))
-    gradients = raw_locals(whole)
+    grads = list(map(gradient_of, params))  # with DTensors; `gradients`: their local tensors
+    gradients = raw_locals(grads)
     missing = missing_from(gradients)
     # A missing gradient counts as zeros in the form of the weight
     weights = raw_locals(params) if missing else ()
@@ -79,14 +79,14 @@ def fingerprint(groups: Sequence[dict], state: dict, *more: object) -> object:
         if any(map(torch.Tensor.is_neg, gradients)):
             return object()
         # A list per attribute takes less time than a tuple per parameter
-        looks = dtype_of, torch.Tensor.size, torch.Tensor.stride
-        forms = [list(map(look, gradients)) for look in looks]
+        getters = dtype_of, torch.Tensor.size, torch.Tensor.stride
+        forms = [list(map(get, gradients)) for get in getters]
         return (
             static_fingerprint(groups, state),
             forms,
             _misalignments(gradients),
             missing,
-            placements_of(whole),
+            placements_of(grads),
             [gradient_dtype(params[i]) for i in missing],
             more,
         )
@@ -110,33 +110,33 @@ class StepFingerprint:
         self.gradients: list[torch.Tensor] | None = None
         self.has_fast_check = False
         self.params = _params_of(groups)
-        whole = list(map(gradient_of, self.params))
+        grads = list(map(gradient_of, self.params))
         known = (
             isinstance(self.seen, tuple) and isinstance(self.seen[0], tuple) and not self.seen[3]
         )
         # Guards need a tensor for every gradient, and `_locals` a common type
-        if TensorGuards is None or not known or len(set(map(type, whole))) != 1:
+        if TensorGuards is None or not known or len(set(map(type, grads))) != 1:
             return
-        self.values = _values_of(state)
-        gradients = raw_locals(whole)
-        held = self.params + self.values
-        local = raw_locals(held)
+        self.state_values = _state_values(state)
+        gradients = raw_locals(grads)
+        stored = self.params + self.state_values
+        local = raw_locals(stored)
         self.constants = _constants_of(groups)
         self.more = more
         self.misalignments = self.seen[2]
         self.placements = self.seen[4]  # of gradients; empty without DTensors
-        self.kind = type(whole[0])  # of all gradients
-        self.specs = list(map(spec_of, whole)) if self.placements else []
-        self.is_plain = _is_same(local, held)  # no parameter or state is a DTensor
+        self.grad_type = type(grads[0])  # of all gradients
+        self.grad_specs = list(map(spec_of, grads)) if self.placements else []
+        self.is_plain = _is_same(local, stored)  # no parameter or state is a DTensor
         self.addresses = list(map(torch.Tensor.data_ptr, local))
         # Guards ignore requires_grad where gradients are disabled, as in `step`. Without guards, as
         # with another signature in a later torch, every comparison takes the slow check.
         with torch.enable_grad(), contextlib.suppress(AttributeError, RuntimeError, TypeError):
             self.guards = [
                 TensorGuards(*ts, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-                for ts in (held, gradients, local)[: 2 if self.is_plain else 3]
+                for ts in (stored, gradients, local)[: 2 if self.is_plain else 3]
             ]
-            self.has_fast_check = self._pass_guards(held, gradients, local)
+            self.has_fast_check = self._pass_guards(stored, gradients, local)
 
     def is_current(self, groups: Sequence[dict], state: dict, *more: object) -> bool:
         """Whether nothing has changed that plans and bound views depend on."""
@@ -166,27 +166,27 @@ class StepFingerprint:
     def _fast_check(self, groups: Sequence[dict], state: dict, more: tuple) -> bool:
         """Whether nothing has changed; on success keep the local gradients."""
         params = _params_of(groups)
-        values = _values_of(state)
+        values = _state_values(state)
         if not (
             _is_same(params, self.params)
-            and _is_same(values, self.values)
+            and _is_same(values, self.state_values)
             and more == self.more
             and _constants_of(groups) == self.constants
         ):
             return False
-        whole = list(map(gradient_of, params))
-        held = params + values
-        if set(map(type, whole)) != {self.kind}:
+        grads = list(map(gradient_of, params))
+        stored = params + values
+        if set(map(type, grads)) != {self.grad_type}:
             return False
-        gradients = _locals(whole, not self.placements)
-        specs = list(map(spec_of, whole)) if self.placements else []
-        local = _locals(held, self.is_plain)
+        gradients = _locals(grads, not self.placements)
+        specs = list(map(spec_of, grads)) if self.placements else []
+        local = _locals(stored, self.is_plain)
         with torch.enable_grad():
-            if not self._pass_guards(held, gradients, local):
+            if not self._pass_guards(stored, gradients, local):
                 return False
         # Autograd makes a new DTensor in each step, usually with one cached spec
         if not (
-            (_is_same(specs, self.specs) or placements_of(whole) == self.placements)
+            (_is_same(specs, self.grad_specs) or placements_of(grads) == self.placements)
             and _misalignments(gradients) == self.misalignments
             and list(map(torch.Tensor.data_ptr, local)) == self.addresses
         ):
@@ -221,7 +221,7 @@ def _params_of(groups: Iterable[dict]) -> list[torch.Tensor]:
     return list(itertools.chain.from_iterable(map(_params, groups)))
 
 
-def _values_of(state: dict) -> list:
+def _state_values(state: dict) -> list:
     """Values in the state of all parameters."""
     return list(itertools.chain.from_iterable(map(dict.values, state.values())))
 
@@ -248,18 +248,18 @@ def _constants_of(groups: Sequence[dict]) -> tuple:
         # Plans hold the numbers of PLANNED_OPTIONS only; every step reads all other numbers anew
         live = () if key in PLANNED_OPTIONS else NUMBER_TYPES
         forms.append([None if type(v) in live else frozen(v) for v in values])
-    alike = _first_alike(groups, keys) if len(groups) > 1 else []
-    return list(map(id, groups)), counts, fixed, forms, betas, alike
+    first_equal = _first_equal(groups, keys) if len(groups) > 1 else []
+    return list(map(id, groups)), counts, fixed, forms, betas, first_equal
 
 
-def _first_alike(groups: Sequence[dict], keys: Sequence[str]) -> list[int]:
+def _first_equal(groups: Sequence[dict], keys: Sequence[str]) -> list[int]:
     """For each group, the first group with equal values of the options that decide which groups are
     stepped together (`step_together` in prepare/select.py); [] if all groups are alike.
 
     `keys`: options of the groups' rules. Values themselves are not in the result: if a schedule
     changes the values of all groups alike, the plan stays.
     """
-    options = (*ALIKE, *keys)
+    options = (*LAUNCH_OPTIONS, *keys)
     values = [list(map(dict.get, groups, itertools.repeat(key))) for key in options]
     # A tensor may change in place: its value counts, not the object
     values = [
@@ -299,12 +299,12 @@ def static_fingerprint(groups: Sequence[dict], state: dict) -> object:
     """
     params = _params_of(groups)
     try:
-        held = raw_locals(params) + raw_locals(_values_of(state))
+        stored = raw_locals(params) + raw_locals(_state_values(state))
         return (
             _constants_of(groups),
             list(map(id, params)),
             list(map(requires_grad_of, params)),
-            _memory(held),
+            _memory(stored),
         )
     except (AttributeError, RuntimeError, TypeError):
         return object()
@@ -314,8 +314,8 @@ def _memory(tensors: list[torch.Tensor]) -> list[list]:
     """Address, shape, strides and dtype of tensors: a new view of equal address may have other
     elements.
     """
-    looks = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, dtype_of
-    return [list(map(look, tensors)) for look in looks]
+    getters = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, dtype_of
+    return [list(map(get, tensors)) for get in getters]
 
 
 def memory_key(
@@ -331,9 +331,9 @@ def memory_key(
     check_gradients(params, groups)
     gradients = [p.grad for p in params]
     forms = map(form_of_gradient, raw_locals(g for g in gradients if g is not None))
-    held = [t for p in params for t in (p, *state[p].values()) if isinstance(t, torch.Tensor)]
+    stored = [t for p in params for t in (p, *state[p].values()) if isinstance(t, torch.Tensor)]
     return (
-        _memory(raw_locals(held)),
+        _memory(raw_locals(stored)),
         [next(forms) if g is not None else form_of_zeros(p) for p, g in zip(params, gradients)],
         placements_of(p if g is None else g for p, g in zip(params, gradients)),
     )

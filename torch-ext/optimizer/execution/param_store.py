@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..communication.matrix_owners.state import places_at, view_of
+from ..communication.matrix_owners.state import slices_at, view_of
 from ..communication.redistribute import to_parameter_placements
 from ..kernels.elementwise.multi_tensor import Positions, Skip, Source, Squares
 from ..kernels.elementwise.row_scattered import ScatteredRows
@@ -97,7 +97,7 @@ class Store:
         # Kind of a piece -> layouts of pieces of which only parts are sent
         self.selected = plan.selected
         # (parameter index, key) -> places in the flat tensor of state at owners
-        self.places: dict[tuple[int, str], dict] = {}
+        self.flat_slices: dict[tuple[int, str], dict] = {}
         # Parameter index -> copies of AdamW's step count, see `add_step_copy`
         self.step_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.device = local_of(plan.params[0]).device
@@ -256,11 +256,11 @@ class Store:
         if not self.matrix_owners[number]:
             return self._view(local, piece)
         layout = self.layouts[piece.kind][number]
-        if (number, piece.kind) not in self.places:
+        if (number, piece.kind) not in self.flat_slices:
             owners = self.matrix_owners[number]
-            found, _ = places_at(self.rank, layout, owners, local.itemsize)
-            self.places[number, piece.kind] = found
-        return view_of(local, self.places[number, piece.kind][matrix.at, matrix.unit])
+            found, _ = slices_at(self.rank, layout, owners, local.itemsize)
+            self.flat_slices[number, piece.kind] = found
+        return view_of(local, self.flat_slices[number, piece.kind][matrix.at, matrix.unit])
 
     def split_weights(self, pieces: Sequence[Piece]) -> SplitWeights | None:
         """Views of the rests of split weights, (rows, columns) of each piece; None if no weight of

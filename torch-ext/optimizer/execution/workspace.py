@@ -16,10 +16,11 @@ from ..communication.all_to_all import piece_at
 from ..kernels.elementwise.momentum import Copy
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..newton_schulz.selection import Block, starts_of
-from ..planning.memory_model import ALIGNMENT, per_shape
+from ..planning.memory_model import ALIGNMENT
 from ..planning.plan import Matrix
 from ..planning.rank_plan import Box, Piece, RankPlan
 from ..rules.phases import SelectedPieces
+from ..rules.rule import shape_per
 
 if TYPE_CHECKING:
     from .param_store import Store
@@ -178,7 +179,7 @@ class Stacks:
             self.matrices.append(matrices)
             self.wide.append({})
             for kind, (per, own_dtype) in wide.items():
-                r, c = per_shape(per, R, C)
+                r, c = shape_per(per, R, C)
                 flat = piece_at(memory["wide"], wide_offset_bytes, (N * r, c), own_dtype)
                 self.wide[-1][kind] = stack = flat.view(N, r, c)
                 whole |= {(m, kind): t for m, t in zip(matrices, stack)}

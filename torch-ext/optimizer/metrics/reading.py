@@ -5,19 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import starmap
+from typing import Protocol
 
 import torch
 
-from ..communication.nonfinite import reduce_sum
+from ..communication.missing_grads import MissingGradients
+from ..communication.nonfinite import NonfiniteFlags, reduce_sum
 from ..communication.process_groups import ProcessGroups
 from ..params.errors import given_names
 from ..planning.plan import bucket_sort_key
+from ..planning.planner import StoreOfPlan
 from ..qk_clip.clip import QKClip
+from .collector import Collector
 from .values import GroupMetrics, Metrics, ParameterMetrics, Sums
 
 
+class MeasuredStore(StoreOfPlan, Protocol):
+    """The store of a plan, of a step that collects metrics."""
+
+    collector: Collector
+
+
 def read_metrics(
-    bound: object,
+    stores: Sequence[MeasuredStore],
+    missing: MissingGradients,
+    nonfinite: NonfiniteFlags | None,
     groups: Sequence[dict],
     clip: QKClip | None,
     process_groups: ProcessGroups | None,
@@ -25,17 +37,16 @@ def read_metrics(
 ) -> Metrics:
     """Return the metrics of the last step. Waits for the device.
 
-    `bound`: the bound step (execution/prepare/step.py), which has collected. `groups`: live
-    parameter groups. `clip`: of the optimizer. `process_groups`: sums are added over the ranks of
-    each parameter, collective; None: sums of this rank. `per_parameter`: whether to return values
-    of each parameter as well.
+    `stores`, `missing`, `nonfinite`: of the bound step, which has collected (`BoundStep` in
+    execution/prepare/step.py). `groups`: live parameter groups. `clip`: of the optimizer.
+    `process_groups`: sums are added over the ranks of each parameter, collective; None: sums of
+    this rank. `per_parameter`: whether to return values of each parameter as well.
     """
-    stores, nonfinite = bound.stores, bound.nonfinite
     clipped = None if clip is None else int(clip.clipped)
     if not stores:
         return Metrics({}, {}, clipped)
     entries = [(store, number) for store in stores for number in range(len(store.params))]
-    stepped = bound.missing.stepped()
+    stepped = missing.stepped()
     # A parameter without a gradient was restored: it counts nothing
     keeps = [stepped[id(store), number] for store, number in entries]
     device = stores[0].device
@@ -91,7 +102,7 @@ def _keys_of(groups: Sequence[dict]) -> dict[torch.Tensor, str]:
 
 
 def _add_over_ranks(
-    table: torch.Tensor, entries: Sequence[tuple[object, int]], process_groups: ProcessGroups
+    table: torch.Tensor, entries: Sequence[tuple[MeasuredStore, int]], process_groups: ProcessGroups
 ) -> None:
     """Add the rows of a table over the ranks that hold parts or copies of the parameter."""
     rows: dict[tuple[int, ...], list[int]] = {}

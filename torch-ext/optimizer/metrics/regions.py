@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ..kernels.metrics.sample import Region
 from ..params.layout import Box, Layout
+from ..params.units import box_shape
 
 # Parameters of up to READ_ELEMENTS elements are read whole. Of a larger parameter at least half as
 # many elements are read, and at least one chunk of SHARE.
@@ -21,18 +22,18 @@ def regions_of(layout: Layout, rank: int) -> list[Region]:
     """
     boxes = layout.boxes_of(rank)
     if share_of(layout.shape) == 1:
-        return _whole(sum(math.prod(_lengths(box)) for box in boxes))
+        return _whole(sum(math.prod(box_shape(box)) for box in boxes))
     if not layout.interleaved:
-        return _of_box(layout.shape, boxes[0], _lengths(boxes[0]), [0] * len(layout.shape))
+        return _of_box(layout.shape, boxes[0], box_shape(boxes[0]), [0] * len(layout.shape))
     dim, _ = layout.interleaved
-    local = list(_lengths(boxes[0]))
-    local[dim] = sum(_lengths(box)[dim] for box in boxes)
+    local = list(box_shape(boxes[0]))
+    local[dim] = sum(box_shape(box)[dim] for box in boxes)
     found, behind = [], 0
     for box in boxes:
         start = [0] * len(local)
         start[dim] = behind
         found += _of_box(layout.shape, box, local, start)
-        behind += _lengths(box)[dim]
+        behind += box_shape(box)[dim]
     return found
 
 
@@ -44,7 +45,7 @@ def regions_of_rows(shape: Sequence[int], first: int, count: int) -> list[Region
     if share_of(shape) == 1:
         return _whole(count * math.prod(shape[1:]))
     box = (first, first + count), *((0, n) for n in shape[1:])
-    return _of_box(shape, box, _lengths(box), [0] * len(shape))
+    return _of_box(shape, box, box_shape(box), [0] * len(shape))
 
 
 def share_of(shape: Sequence[int]) -> int:
@@ -70,7 +71,7 @@ def _of_box(
     """Return the rectangles of `box` of a large parameter. `local`: shape of the local tensor.
     `start`: indices of the box in it.
     """
-    sizes, share = _lengths(box), share_of(shape)
+    sizes, share = box_shape(box), share_of(shape)
     if not math.prod(sizes):
         return []
     # Elements between neighbours along each dim: in numbers, and in the local tensor
@@ -89,8 +90,3 @@ def _of_box(
         down = last - 1 if last else 0
         found.append(Region(rows, cols, at, strides[down], first, steps[down], share))
     return found
-
-
-def _lengths(box: Box) -> tuple[int, ...]:
-    """Return the shape of a box."""
-    return tuple(stop - start for start, stop in box)

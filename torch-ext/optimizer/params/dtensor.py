@@ -139,6 +139,17 @@ def as_dtensor(
     )
 
 
+def placed_like(
+    local: torch.Tensor, other: torch.Tensor, shape: Sequence[int]
+) -> torch.Tensor:
+    """`local` as the shard on this rank of a DTensor of global `shape` with mesh and placements of
+    `other`; unchanged if `other` is a plain tensor. Nothing is sent.
+    """
+    if not is_dtensor(other):
+        return local
+    return as_dtensor(local, shape, other.device_mesh, other.placements)
+
+
 def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
     """Make the DTensor with the global shape and placements of `like` whose shard on this rank is
     `local`, in its own dtype and on any device: the devices of the mesh, or the host.

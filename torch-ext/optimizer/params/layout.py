@@ -26,7 +26,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from .config import AssumedRanks
 from .dtensor import as_dtensor, is_dtensor
-from .units import WHOLE, Block, Cut, Split
+from .units import WHOLE, Block, Cut, Split, box_shape
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -258,16 +258,19 @@ def layout_by_rows(shape: Sequence[int], count: int) -> Layout:
 
 
 def zeros_with_placements(
-    param: DTensor, placements: Sequence[Placement], dtype: torch.dtype
+    param: DTensor,
+    placements: Sequence[Placement],
+    dtype: torch.dtype,
+    shape: Sequence[int] | None = None,
 ) -> DTensor:
-    """Zeros with shape, mesh and device of `param`, but with `placements`; nothing is sent.
-
-    The zeros replace a missing gradient if gradients of `param` have mismatched placements.
+    """Zeros with mesh and device of `param`, but with `placements`; nothing is sent. `shape`:
+    global; None: the parameter's.
     """
     mesh = param.device_mesh
-    box = box_at(mesh.get_coordinate(), tuple(param.shape), placements, tuple(mesh.shape))
-    local = torch.zeros([stop - start for start, stop in box], dtype=dtype, device=param.device)
-    return as_dtensor(local, param.shape, mesh, placements)
+    shape = param.shape if shape is None else shape
+    box = box_at(mesh.get_coordinate(), tuple(shape), placements, tuple(mesh.shape))
+    local = torch.zeros(box_shape(box), dtype=dtype, device=param.device)
+    return as_dtensor(local, shape, mesh, placements)
 
 
 def layout_of(
@@ -305,9 +308,10 @@ def _dtensor_layout(param: DTensor, shape: tuple[int, ...]) -> Layout:
     return Layout(shape, boxes, ranks, plain=False, interleaved=_interleaved(param.placements))
 
 
-def own_layout(param: DTensor, shape: Sequence[int]) -> Layout:
-    """The layout of a tensor of global `shape`, placed like `param`. `boxes` has the calling rank
-    only, which must be on the mesh, and `replicas` is empty: the time does not grow with the mesh.
+def local_layout(param: DTensor, shape: Sequence[int]) -> Layout:
+    """The layout of the local shard of a tensor of global `shape`, placed like `param`: `boxes` has
+    the calling rank only, which must be on the mesh, and `replicas` is empty. In contrast to
+    `layout_of` the time does not grow with the mesh.
     """
     mesh, shape = param.device_mesh, tuple(shape)
     box = box_at(mesh.get_coordinate(), shape, param.placements, tuple(mesh.shape))
@@ -669,7 +673,7 @@ def check_local_shape(param: torch.Tensor, name: str) -> None:
     # AdamW takes any sharding, also if the box is uncertain
     if unsupported_sharding(param):
         return
-    expected = tuple(stop - start for start, stop in box)
+    expected = box_shape(box)
     if expected != tuple(param._local_tensor.shape):
         raise NotImplementedError(
             f"parameter {name} of shape {tuple(param.shape)}: this rank stores a shard of shape "

@@ -21,8 +21,8 @@ KEY = "process_group"
 class Choice(NamedTuple):
     """The value that a parameter group has for "process_group"."""
 
-    # A dist.ProcessGroup; None: plain parameters belong to this rank alone. A name in a pickle.
-    process_group: object
+    # None: plain parameters belong to this rank alone. In a pickle, the name of the group.
+    process_group: dist.ProcessGroup | str | None
     is_world: bool  # torch's default group, which may be initialized anew
 
 

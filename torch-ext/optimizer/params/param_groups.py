@@ -156,7 +156,7 @@ def get_default_muon_param_groups(
         )
     named = _named_patterns(named_splits)
     patterns = {"adamw": _patterns("adamw", adamw), "muon": _patterns("muon", muon)}
-    places, structure = places_of(model)
+    places, structure = locate_params(model)
     split_model = list(_split(model, places, structure, patterns))
     named_of = {param: _named_split(row, param, places[param], named) for row, param in split_model}
     rows = [row for row, _ in split_model]
@@ -441,7 +441,7 @@ def _split(
     patterns: dict[str, list[Pattern]],
 ) -> Iterator[tuple[Row, nn.Parameter]]:
     """Yield (Row, parameter) for each trainable parameter in the order of the model, tied
-    parameters once. `places`, `structure`: as `places_of` returns them.
+    parameters once. `places`, `structure`: as `locate_params` returns them.
 
     Sets `found` of the patterns.
     """
@@ -451,9 +451,9 @@ def _split(
             yield Row(places[param][0].name, tuple(param.shape), kind.part, kind.why), param
 
 
-def places_of(model: nn.Module) -> tuple[dict[nn.Parameter, list[Place]], Structure]:
-    """All places of each parameter, and the structure of the model, under names without wrappers'
-    prefixes.
+def locate_params(model: nn.Module) -> tuple[dict[nn.Parameter, list[Place]], Structure]:
+    """All places of each parameter in the model (name and module; several for tied parameters), and
+    the structure of the model. Names lack wrappers' prefixes.
     """
     names = clean_names(model)
     modules = dict(model.named_modules(remove_duplicate=False))

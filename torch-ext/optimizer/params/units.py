@@ -205,6 +205,11 @@ class Split:
 WHOLE = Split()
 
 
+def box_shape(box: Sequence[Range]) -> tuple[int, ...]:
+    """The lengths of the sides of a box of indices, given by (start, stop) of each dim."""
+    return tuple(stop - start for start, stop in box)
+
+
 def _blocks(
     what: str, size: int, sizes: Sequence[int], heads: int, repeat: int
 ) -> tuple[Block, ...]:

@@ -242,7 +242,7 @@ class BucketTimes:
     products: int  # Newton-Schulz, and copies of whole matrices
     outbound: int  # second all-to-all; 0: none
     apply: int  # momentum, weights
-    travels: bool = True  # the bucket has collectives, as `BucketUpdate.travels`
+    has_collectives: bool = True  # as `BucketUpdate.has_collectives`
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ class _SimulatedUpdate(pipeline.BucketUpdate):
         self.clock = clock
         self.number = number  # of the bucket
         self.times = times
-        self.travels = times.travels
+        self.has_collectives = times.has_collectives
 
     def run(self, group: None) -> Iterator[_SimulatedCollective]:
         """Advance the clock by the phases of the bucket, see `BucketUpdate.run`."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ..pipeline import BUCKETS_IN_FLIGHT
+from ..rules.rule import shape_per
 from .cost_model import BucketTimes, CostModel
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class PlanInputs:
         to ALIGNMENT: an upper bound of the share in a stack.
         """
         of, itemsizes = self.wide.items(), self.itemsizes
-        sizes = [itemsizes[kind] * math.prod(per_shape(per, R, C)) for kind, per in of]
+        sizes = [itemsizes[kind] * math.prod(shape_per(per, R, C)) for kind, per in of]
         return sum(nbytes + -nbytes % ALIGNMENT for nbytes in sizes)
 
     @functools.cached_property
@@ -170,11 +171,6 @@ class PlanInputs:
 def sent_kind(name: str) -> str:
     """Kind of the pieces of a number that owners send with O."""
     return f"sent:{name}"
-
-
-def per_shape(per: str, R: int, C: int) -> tuple[int, int]:
-    """Shape of the state of an (R, C) matrix with one number for each `per`."""
-    return R if per in ("element", "row") else 1, C if per in ("element", "column") else 1
 
 
 @dataclass(frozen=True)
@@ -340,7 +336,7 @@ class MemoryModel:
         """Return the bytes of a piece of R x C elements, without state."""
         inputs = self.inputs
         weight = inputs.weight * (self.route == "exchange")
-        sent = sum(math.prod(per_shape(per, R, C)) for _, per in inputs.sends)
+        sent = sum(math.prod(shape_per(per, R, C)) for _, per in inputs.sends)
         return R * C * (self.element + weight) + WIDE_BYTES * sent
 
     def _footprint(self, owner: int, number: int) -> MatrixFootprint:
@@ -442,11 +438,11 @@ class MemoryModel:
             _, shape, selected, *_ = self.forms[number]
             counts[owner][selected or shape] += count
         inbound, outbound, _, held, _ = (max(nbytes) for nbytes in zip(*at_owners.values()))
-        travels = self.route != "local"
+        has_collectives = self.route != "local"
         before, at_owner, after = ELEMENT_BYTES[self.route]
         # A rank may send more than any owner receives, and the all-to-all waits for both
         inbound = max(inbound, *leaves.values())
-        packed = max(leaves.values()) if travels else held
+        packed = max(leaves.values()) if has_collectives else held
         gathered = at_owner * held / self.element + (inbound if self.route == "reduce" else 0)
         # Most owners have equal counts, and a batch time is slow to compute
         distinct = {frozenset(shapes.items()): shapes for shapes in counts.values()}
@@ -458,8 +454,8 @@ class MemoryModel:
             cost_model.all_to_all_time(inbound),
             products,
             cost_model.all_to_all_time(outbound),
-            cost_model.memory_time(after * (returns if travels else held) / self.element),
-            travels,
+            cost_model.memory_time(after * (returns if has_collectives else held) / self.element),
+            has_collectives,
         )
 
     def workspace_for(self, taken: Mapping) -> int:

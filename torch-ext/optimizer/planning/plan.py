@@ -581,4 +581,14 @@ def digest(buckets: Sequence[Bucket], layouts: Sequence[Layout], *more: object) 
         ]
     ) + repr(more)
     text += repr([layouts[m.param].digest for b in buckets for m in b.matrices])
+    return _text_digest(text)
+
+
+def digest_int(value: object) -> int:
+    """Return a 56-bit integer from the SHA-256 of the value's repr, for comparisons of ranks."""
+    return _text_digest(repr(value))
+
+
+def _text_digest(text: str) -> int:
+    """Return the first 7 bytes of the SHA-256 of a text, which fit into int64."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

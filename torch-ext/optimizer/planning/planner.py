@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from ..params.errors import names_in, names_of, warn_caller
 from ..params.layout import Layout, layout_of, ranks_of_group, row_chunks, this_rank
 from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable, splits_by_id
 from ..params.validation import check_param
-from ..pipeline import BUCKETS_IN_FLIGHT
+from ..pipeline import BUCKETS_IN_FLIGHT, UpdatedParams
 from ..rules.elementwise import averages_of, is_8bit
 from ..rules.muon import is_split
 from ..rules.rule import (
@@ -51,12 +51,13 @@ from .plan import (
     on_several_ranks,
     plan_chunks,
 )
-from .rank_plan import RankPlan, chunk_rank_plan, rank_plan_of
+from .rank_plan import Piece, RankPlan, chunk_rank_plan, rank_plan_of
 from .selected_layout import SelectedLayout, select, select_state
 
 if TYPE_CHECKING:
     from collections import Counter
 
+    from ..kernels.elementwise.multi_tensor import Skip, Source
     from ..params.config import MuonConfig
 
 
@@ -135,11 +136,57 @@ class Plan:
         return layout.ranks if number in self.on_several_ranks and len(layout.boxes) > 1 else ()
 
 
+class StoreOfPlan(UpdatedParams, Protocol):
+    """Weights, gradients and state of a plan on this rank, as modules between planning and
+    execution use them. The class, with all explanations, is `Store` in execution/param_store.py.
+    """
+
+    rank: int  # global
+    group_of: Sequence[int]  # index in `groups` of each parameter's group
+    splits: Sequence[Split]
+    gradients: Sequence[torch.Tensor]  # of this step, local; zeros where missing
+    missing: frozenset[int]  # indices of parameters without a gradient in this step
+    addresses: torch.Tensor | None  # int64, of `gradients`; None without Triton
+    flag_offset: Mapping[int, int]  # parameter index -> index of its first non-finite flag
+
+    def sources(self, pieces: Sequence[Piece]) -> list[Source]:
+        """Position of each piece inside a gradient."""
+
+    def skip(self, pieces: Sequence[Piece]) -> Skip | None:
+        """Non-finite flags of pieces; None: gradients are not checked."""
+
+    def all_of(self, number: int) -> list[torch.Tensor]:
+        """Local tensors of a parameter: weight and all state."""
+
+    def counts_of(self, number: int) -> list[torch.Tensor]:
+        """State of a parameter that changes in a step with lr 0 and zero gradients."""
+
+    def rest_of(self, number: int) -> torch.Tensor | None:
+        """The local rest of a split weight; None for a weight that is not split."""
+
+    def report_all_missing(self) -> None:
+        """Count every gradient of this step as missing."""
+
+
+class AllToAllBackends(Protocol):
+    """What a planner asks about process groups. The class is `ProcessGroups` in
+    communication/process_groups.py, which imports this folder.
+    """
+
+    def find_backends(
+        self, params: list[torch.Tensor], process_group: dist.ProcessGroup | None
+    ) -> None:
+        """Collect the backends of the existing groups of `params`."""
+
+    def send_once(self, device: torch.device) -> bool:
+        """Whether an all-to-all can send a part of the send buffer to several ranks."""
+
+
 class Planner:
     """Planner of the parameter groups of a step; carries loads from group to group."""
 
-    def __init__(self, options: MuonConfig, process_groups: object) -> None:
-        """`process_groups`: a communication.process_groups.ProcessGroups, a folder further down."""
+    def __init__(self, options: MuonConfig, process_groups: AllToAllBackends) -> None:
+        """Start without loads."""
         self.options = options  # of the optimizer; in `plan`, of the groups that are planned
         self.process_groups = process_groups
         self.rank = this_rank()  # global rank

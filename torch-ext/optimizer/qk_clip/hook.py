@@ -31,6 +31,7 @@ from ..params.dtensor import is_dtensor, local_of
 from ..params.layout import coordinates_of_parts, ranks_of, stored_ranges, this_rank
 from ..pipeline import BucketUpdate, Job, StepHook
 from ..planning.plan import bucket_sort_key
+from ..planning.planner import StoreOfPlan
 from .clip import QKClip
 from .largest import LargestLogits, runs
 from .layers import NONE, ROOT, SHARED_KEY, SHARED_QUERY, WHOLE, AttentionLayer
@@ -47,7 +48,7 @@ class ClippedWeight:
 
     local: torch.Tensor
     factors: torch.Tensor
-    store: object
+    store: StoreOfPlan
     number: int
     rest: torch.Tensor | None = None
 
@@ -69,7 +70,7 @@ class HeadClipping(StepHook):
         self,
         clip: QKClip,
         groups: Sequence[dict],
-        stores: Sequence[object],
+        stores: Sequence[StoreOfPlan],
         options: MuonConfig,
         own: Sequence[MuonConfig],
         process_groups: ProcessGroups,
@@ -86,7 +87,8 @@ class HeadClipping(StepHook):
         self.options = options
         self.own = own
         self.process_groups = process_groups
-        self.whole_step = nonfinite if nonfinite is not None and nonfinite.whole else None
+        skips_whole_step = nonfinite is not None and nonfinite.skips_whole_step
+        self.whole_step = nonfinite if skips_whole_step else None
         self.device = device
         self.in_turn = options.overlap_forward  # each weight is scaled as soon as it is written
         self.parameters = {
@@ -208,7 +210,7 @@ class HeadClipping(StepHook):
             )
         return ranks
 
-    def _place_rows(self, stores: Sequence[object]) -> None:
+    def _place_rows(self, stores: Sequence[StoreOfPlan]) -> None:
         """Find the factor of each stored row of all weights."""
         known = {id(p): (store, i) for store in stores for i, p in enumerate(store.params)}
         starts = [0, *itertools.accumulate(map(len, self.factors))]

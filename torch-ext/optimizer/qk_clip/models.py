@@ -29,7 +29,7 @@ from ..params.model.layouts import (
     query_and_gate,
 )
 from ..params.model.layouts import mla as latent
-from ..params.param_groups import places_of
+from ..params.param_groups import locate_params
 
 # Modules between projections and logits that undo any scaling of the projections
 NORMS = re.compile(r"^(q|k|qk|query|key)_?(layer_?)?norm$|^norm_(q|k)$|^(q|k)_ln$|^ln_(q|k)$")
@@ -64,7 +64,7 @@ def find_layers(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, dict
     paths left out, with everything below. Raises ValueError, naming the module, if queries and keys
     """
     exclude = [exclude] if isinstance(exclude, str) else list(exclude)
-    places, structure = places_of(model)
+    places, structure = locate_params(model)
     names = {place.name for entries in places.values() for place in entries}
     paths = {id(module): path for path, module in reversed(structure.modules.items())}
     found: dict[str, _Found] = {}

@@ -33,6 +33,7 @@ from .rule import (
     overrides,
     register,
     rule_name,
+    shape_per,
 )
 
 SENT_PER = ("row", "column", "matrix")  # allowed values of `Rule.sends`
@@ -555,11 +556,7 @@ class _Trial:
     def _state(self, N: int, per: str) -> torch.Tensor:
         """Zero state of N matrices."""
         _, R, C = SHAPE
-        return torch.zeros(
-            (N, R if per in ("element", "row") else 1, C if per in ("element", "column") else 1),
-            dtype=torch.float32,
-            device="cpu",
-        )
+        return torch.zeros((N, *shape_per(per, R, C)), dtype=torch.float32, device="cpu")
 
 
 def _cut(sent: Mapping[str, torch.Tensor], rows: slice, cols: slice) -> dict[str, torch.Tensor]:

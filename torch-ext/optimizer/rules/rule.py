@@ -646,6 +646,13 @@ def state_device_and_dtype(
     return param.device, STATES[key].dtype
 
 
+def shape_per(per: str, R: int, C: int) -> tuple[int, int]:
+    """Return the shape of the state of an (R, C) matrix with one number for each `per`, one of
+    PER.
+    """
+    return R if per in ("element", "row") else 1, C if per in ("element", "column") else 1
+
+
 def state_shape(param: torch.Tensor, key: str, split: Split = WHOLE) -> tuple[int, ...]:
     """Return the global shape of a parameter's state, by the table of the module. `split`: how the
     parameter is cut into matrices.

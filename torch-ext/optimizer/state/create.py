@@ -21,9 +21,9 @@ from ..kernels.backend import capturing
 from ..kernels.quantized.blocks import is_quantized, mark_unwritten
 from ..params import errors
 from ..params.config import MuonConfig
-from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, local_of, zeros_of
+from ..params.dtensor import is_dtensor, is_placed_like, local_of, zeros_of
 from ..params.errors import warn_caller
-from ..params.layout import own_layout, row_chunks, this_rank
+from ..params.layout import row_chunks, this_rank, zeros_with_placements
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
@@ -210,20 +210,22 @@ def _bring_to_owners(plan: Plan, state: dict) -> None:
     """Move state that rules read at owners to the owners of the plan, and create missing state
     there. Collective.
     """
-    kept = [
-        (at_owners.StateOf(p, plan.names[i], key, of_key[i], plan.split(i)), plan.matrix_owners[i])
+    owners = {p: plan.matrix_owners[i] for i, p in enumerate(plan.params) if plan.matrix_owners[i]}
+    entries = [
+        at_owners.StateEntry(p, plan.names[i], key, layouts[i], plan.split(i))
         for i, p in enumerate(plan.params)
-        for key, of_key in plan.state_layouts.items()
-        if plan.matrix_owners[i]
+        for key, layouts in plan.state_layouts.items()
+        if p in owners
     ]
-    for of, _ in kept:
-        _move_to_param(state[of.param], of.param)
+    for entry in entries:
+        _move_to_param(state[entry.param], entry.param)
     with errors.during("the move of state to the owners of matrices"):
-        at_owners.move(state, [of for of, _ in kept], {of.param: owners for of, owners in kept})
-    for of, owners in kept:
-        if of.key not in state[of.param]:
-            dtype = STATES[of.key].dtype
-            state[of.param][of.key] = at_owners.zeros_at_owner(of, owners, dtype)
+        at_owners.move_to_owners(state, entries, owners)
+    for entry in entries:
+        held = state[entry.param]
+        if entry.key not in held:
+            dtype = STATES[entry.key].dtype
+            held[entry.key] = at_owners.zeros_at_owner(entry, owners[entry.param], dtype)
 
 
 def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_rows: bool) -> None:
@@ -361,6 +363,4 @@ def _zeros_of_shape(
     if not is_dtensor(param):
         return torch.zeros(shape, dtype=dtype, device=param.device)
     # Not zeros_of: if a parameter is sharded by columns, a single rank stores its state per row
-    box = own_layout(param, shape).boxes[this_rank()]
-    local = torch.zeros([b - a for a, b in box], dtype=dtype, device=param.device)
-    return as_dtensor(local, shape, param.device_mesh, param.placements)
+    return zeros_with_placements(param, param.placements, dtype, shape)

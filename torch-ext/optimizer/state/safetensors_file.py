@@ -29,7 +29,7 @@ from ..params.validation import check_group
 from ..rules.muon import REST_KEY
 from ..rules.rule import SCALE_KEY, all_state_keys
 from .momentum.averages import loaded_keys, wide_if_needed
-from .momentum.conversion import converted
+from .momentum.conversion import with_own_momentum
 from .state_dict import (
     KINDS,
     STRUCTURE,
@@ -473,15 +473,15 @@ def _saved_group(
     params = own_names[number]
     options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
     options = with_own_precision(with_own_rule(options, group), group)
-    rule = with_saved_rule(group, options)
+    as_saved = with_saved_rule(group, options)
     for param, name, split in zip(group["params"], params, splits_of(group)):
         if name in states:
-            states[name] = converted(states[name], rule, options, name, split, dtype)
-            states[name] = wide_if_needed(states[name], rule, param, name)
+            states[name] = with_own_momentum(states[name], as_saved, options, name, split, dtype)
+            states[name] = wide_if_needed(states[name], as_saved, param, name)
         # 8-bit momentum that an optimizer of another dtype loads has no scales any more
         is_8bit = SCALE_KEY in states.get(name, ())
         own_dtype = QUANTIZED if is_8bit else torch.float32
-        keys = loaded_keys(rule, param, own_dtype, states.get(name))
+        keys = loaded_keys(as_saved, param, own_dtype, states.get(name))
         was_muon = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was_muon != bool(group["use_muon"]):
             raise ValueError(

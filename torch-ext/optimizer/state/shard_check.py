@@ -7,6 +7,7 @@ rank the shard would fit in shape and dtype, and would silently be taken for the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from ..params.dtensor import is_by_rows, is_dtensor, is_placed_like
 from ..params.layout import groups_of_mesh, is_own_shard, ranks_of, stored_by, this_rank
 from ..planning.plan import bucket_sort_key
 from ..rules.rule import row_sharded_keys
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 ADVICE = (
     "A file that one rank writes has only that rank's part of such state. Save with "
@@ -125,7 +129,7 @@ def _loading_groups(
     return [group for groups in joined for group in groups] * len(joined)
 
 
-def _groups_joining(mesh: object, param: torch.Tensor) -> list[dist.ProcessGroup]:
+def _groups_joining(mesh: DeviceMesh, param: torch.Tensor) -> list[dist.ProcessGroup]:
     """Return process groups that together connect the ranks of a mesh; all ranks of the mesh find
     equal groups. [] if the process has none.
 

@@ -43,11 +43,11 @@ from ..rules.rule import (
 )
 from .consolidated import refuse_elsewhere
 from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
-from .momentum.conversion import as_tensor, converted, in_8_bits, way_out
+from .momentum.conversion import as_tensor, in_8_bits, way_out, with_own_momentum
 from .peers.facts import check_source, going_on_from_adamw, listed
+from .saved_forms import SPLITS, called_by_checkpoint
 from .shard_check import check_shards
-from .shown import SPLITS, called_by_checkpoint
-from .weights.split import check_place, check_rest, warn_of_rests, with_own_precision
+from .weights.split import check_not_offloaded, check_rest, warn_of_rests, with_own_precision
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
@@ -380,23 +380,23 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
     Tensors with other placements than the parameter's are redistributed; for DTensors that is
     collective. Raises ValueError, with the parameter's name, for state that does not fit.
     """
-    members = []  # (parameter, group with the saved decay, name, saved state)
+    members = []  # (parameter, result of `with_saved_rule`, name, saved state)
     saved_groups = []  # of each member
     splits = {p: split for group in groups for p, split in zip(group["params"], splits_of(group))}
     for number, (group, saved) in enumerate(zip(groups, loaded["param_groups"])):
         _check_options(number, group, saved)
         _check_kind(number, group, saved)
-        rule = with_saved_rule(group, saved)
-        check_place(number, rule, options[number])
+        as_saved = with_saved_rule(group, saved)
+        check_not_offloaded(number, as_saved, options[number])
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
-                members.append((param, rule, name_of(group, i), loaded["state"][key]))
+                members.append((param, as_saved, name_of(group, i), loaded["state"][key]))
                 saved_groups.append(saved)
     of_param = {p: own for group, own in zip(groups, options) for p in group["params"]}
     refusal = None
     try:
         members = [
-            (*member[:3], _checked(*member, saved, splits[member[0]], of_param[member[0]]))
+            (*member[:3], _in_own_form(*member, saved, splits[member[0]], of_param[member[0]]))
             for member, saved in zip(members, saved_groups)
         ]
     except ValueError as error:
@@ -409,7 +409,7 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
     }
 
 
-def _checked(
+def _in_own_form(
     param: torch.Tensor,
     group: dict,
     name: str,
@@ -421,7 +421,7 @@ def _checked(
     """Return the saved state of a parameter with momentum in the form of `group`. Raises ValueError
     unless the state fits. `saved`: the saved group.
     """
-    state = converted(state, group, saved, name, split, options.state_dtype)
+    state = with_own_momentum(state, group, saved, name, split, options.state_dtype)
     state = wide_if_needed(state, group, param, name)
     check_saved_state(
         param, loaded_keys(group, param, options.state_dtype, state), name, state, split

@@ -6,13 +6,12 @@ flat tensor for a parameter and a key: the state of the matrices that the rank o
 the order of `Layout.matrices`. Entry OWNERS_KEY of the parameter's state has the owners, then a
 number for the split. With the owners state can move without the plan that chose the owners. The
 number keeps state from being moved by the matrices of another split. In state dicts the state
-appears as DTensors with the placements of the parameter. `shown` and `move` are collective: all
-ranks of a mesh call both together.
+appears as DTensors with the placements of the parameter. `as_placed_dtensors` and `move_to_owners`
+are collective: all ranks of a mesh call both together.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,26 +21,26 @@ import torch
 import torch.distributed as dist
 
 from ...params import errors
-from ...params.dtensor import as_dtensor, is_dtensor, local_of
+from ...params.dtensor import is_dtensor, local_of
 from ...params.errors import names_in
-from ...params.layout import Box, Layout, layout_of, own_layout, this_rank
-from ...params.units import Split, splits_of
+from ...params.layout import Box, Layout, layout_of, this_rank, zeros_with_placements
+from ...params.units import Split, box_shape, splits_of
 from ...planning.memory_model import ALIGNMENT
-from ...planning.plan import bucket_sort_key
+from ...planning.plan import bucket_sort_key, digest_int
 from ...rules.rule import OWNERS_KEY, rule_of, state_shape
-from ..process_groups import ProcessGroups
+from ..process_groups import ProcessGroups, gather_integers
 from ..store_barrier import wait_for_all
 
 # End of the error message on ranks that waited in vain for other ranks
 ADVICE = "Call it on all ranks, or leave out state_at_owners=True (docs/checkpoint.md)"
-MISSING, AT_PLACEMENTS = -1, 0  # results of `_form`; state at owners has a number > 0
+MISSING, AT_PLACEMENTS = -1, 0  # results of `_location`; state at owners has a number > 0
 
-Place = tuple[int, tuple[int, int]]  # (first element in the flat tensor, (rows, columns))
-Number = tuple[tuple[int, ...], int]  # (leading indices, unit) of a matrix of a parameter
+FlatSlice = tuple[int, tuple[int, int]]  # (first element in the flat tensor, (rows, columns))
+MatrixIndex = tuple[tuple[int, ...], int]  # (leading indices, unit) of a matrix of a parameter
 
 
 @dataclass(frozen=True, eq=False)
-class StateOf:
+class StateEntry:
     """State `key` of a parameter that is a DTensor."""
 
     param: torch.Tensor
@@ -51,26 +50,26 @@ class StateOf:
     split: Split  # how the parameter is cut into matrices
 
 
-def places_at(
+def slices_at(
     rank: int, layout: Layout, owners: Sequence[int], itemsize: int
-) -> tuple[dict[Number, Place], int]:
+) -> tuple[dict[MatrixIndex, FlatSlice], int]:
     """Return where a rank stores the state of the matrices that it owns, and the number of elements
     of its flat tensor. `layout`: of the state. `owners`: of `Layout.matrices`. `itemsize`: bytes of
     an element.
     """
-    places, free = {}, 0
+    slices, free = {}, 0
     for (at, unit), owner in zip(layout.matrices, owners, strict=True):
         if owner == rank:
             R, C = layout.unit_shapes[unit]
-            places[at, unit] = free, (R, C)
+            slices[at, unit] = free, (R, C)
             # Every matrix begins at a multiple of ALIGNMENT, as in stacks: see `ScatteredMatrices`
             free += R * C + -(R * C) % (ALIGNMENT // itemsize)
-    return places, free
+    return slices, free
 
 
-def view_of(flat: torch.Tensor, place: Place) -> torch.Tensor:
+def view_of(flat: torch.Tensor, flat_slice: FlatSlice) -> torch.Tensor:
     """Return the state of a matrix, (rows, columns), as a view of the flat tensor of its owner."""
-    first, shape = place
+    first, shape = flat_slice
     return flat[first : first + math.prod(shape)].view(shape)
 
 
@@ -103,7 +102,7 @@ def check(
                 f"{begin} the rule of the parameter's group has changed, and reads no {key}: "
                 "delete the entry in the optimizer's `state`, or set the former rule"
             )
-        if not (is_dtensor(param) and _fits(state, key, param, layouts[key], split)):
+        if not (is_dtensor(param) and _matches(state, key, param, layouts[key], split)):
             raise RuntimeError(
                 f"{begin} the parameter was resized, cut by another split, replaced by a plain "
                 "tensor or moved to other ranks: save state_dict() before such a change, and load "
@@ -111,24 +110,24 @@ def check(
             )
 
 
-def _fits(
+def _matches(
     state: Mapping[str, torch.Tensor], key: str, param: torch.Tensor, layout: Layout, split: Split
 ) -> bool:
     """Whether the flat tensor of this rank, and the owners, are those of `layout` and `split`."""
     old = owners_in(state)
-    if state[OWNERS_KEY][-1] != _number_of((split, tuple(param.shape))):
+    if state[OWNERS_KEY][-1] != _digest_above_0((split, tuple(param.shape))):
         return False
     if len(old) != len(layout.matrices) or not set(old) <= {-1, *layout.ranks}:
         return False
-    return places_at(this_rank(), layout, old, state[key].itemsize)[1] == len(state[key])
+    return slices_at(this_rank(), layout, old, state[key].itemsize)[1] == len(state[key])
 
 
-def _number_of(value: object) -> int:
-    """Return a number > 0 for a value, by its `repr`: equal on all ranks."""
-    return 1 + int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+def _digest_above_0(value: object) -> int:
+    """Return an integer > 0 for a value, by its `repr`: equal on all ranks."""
+    return 1 + digest_int(value)
 
 
-def states_of(groups: Sequence[dict]) -> list[StateOf]:
+def states_of(groups: Sequence[dict]) -> list[StateEntry]:
     """Return the state of all DTensors that rules of `groups` read at owners, in an order equal on
     all ranks with equal groups.
     """
@@ -145,11 +144,11 @@ def states_of(groups: Sequence[dict]) -> list[StateOf]:
             if where not in known:
                 layout = layout_of(param, shape=split.state_shape(shape, s.per))
                 known[where] = layout.as_matrices(split, shape, s.per)
-            found.append(StateOf(param, names[param], s.key, known[where], split))
+            found.append(StateEntry(param, names[param], s.key, known[where], split))
     return found
 
 
-def shown(state: dict, groups: Sequence[dict]) -> dict:
+def as_placed_dtensors(state: dict, groups: Sequence[dict]) -> dict:
     """Return the state with DTensors, placed like their parameters, in place of state at owners.
     Collective if any state is at owners; then raises RuntimeError, before any collective, if a rank
     does not call in time, or if state cannot be taken from its owners (`check`).
@@ -166,16 +165,16 @@ def shown(state: dict, groups: Sequence[dict]) -> dict:
         for group, _ in by_group:
             wait_for_all(group, "state_dict()", ADVICE)
         for group, members in by_group:
-            forms = _agreed_forms(state, members, group)
-            kept = [entry for entry, form in zip(members, forms) if form > AT_PLACEMENTS]
-            for entry in kept:
+            locations = _agreed_locations(state, members, group)
+            at_owners = [location > AT_PLACEMENTS for location in locations]
+            for entry in itertools.compress(members, at_owners):
                 held = state[entry.param]
                 placed = _to_placements(entry, held[entry.key], owners_in(held), group)
                 found[entry.param][entry.key] = placed
     return found
 
 
-def _check_all(state: dict, members: Sequence[StateOf], groups: Sequence[dict]) -> None:
+def _check_all(state: dict, members: Sequence[StateEntry], groups: Sequence[dict]) -> None:
     """Call `check` for all parameters of `groups`; raises as `check`. `members`: result of
     `states_of`.
     """
@@ -189,8 +188,8 @@ def _check_all(state: dict, members: Sequence[StateOf], groups: Sequence[dict]) 
             check(state.get(param, {}), param, of_param, split, names[param])
 
 
-def move(
-    state: dict, members: Sequence[StateOf], wanted: Mapping[torch.Tensor, Sequence[int]]
+def move_to_owners(
+    state: dict, members: Sequence[StateEntry], wanted: Mapping[torch.Tensor, Sequence[int]]
 ) -> None:
     """Move state to the `wanted` owners, in place of the dict's entries. Missing state is left out.
     Collective.
@@ -198,29 +197,29 @@ def move(
     `wanted`: parameter -> owners of `Layout.matrices`. Raises RuntimeError, with the parameter's
     name, if state is at other places on other ranks.
     """
-    for group, some in _by_process_group(members):
-        forms = dict(zip(some, _agreed_forms(state, some, group)))
+    for group, entries in _by_process_group(members):
+        locations = dict(zip(entries, _agreed_locations(state, entries, group)))
         # Grouped by id, because == compares two tensors element by element
-        for _, of_param in itertools.groupby(some, key=lambda entry: id(entry.param)):
+        for _, of_param in itertools.groupby(entries, key=lambda entry: id(entry.param)):
             of_param = list(of_param)
             owners, held = list(wanted[of_param[0].param]), state[of_param[0].param]
             moved = {
-                entry.key: _moved(entry, held, forms[entry], owners, group)
+                entry.key: _moved(entry, held, locations[entry], owners, group)
                 for entry in of_param
-                if forms[entry] != MISSING
+                if locations[entry] != MISSING
             }
             # State and owners are replaced together: after a failed collective both are still old
             held.update(moved)
-            number = _number_of((of_param[0].split, tuple(of_param[0].param.shape)))
+            number = _digest_above_0((of_param[0].split, tuple(of_param[0].param.shape)))
             held[OWNERS_KEY] = torch.tensor([*owners, number], dtype=torch.int64, device="cpu")
 
 
 def _moved(
-    entry: StateOf, held: Mapping, form: int, owners: list[int], group: dist.ProcessGroup
+    entry: StateEntry, held: Mapping, location: int, owners: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return the flat tensor of state for `owners`. `held`: the parameter's state."""
     value = held[entry.key]
-    if form > AT_PLACEMENTS:
+    if location > AT_PLACEMENTS:
         old = owners_in(held)
         if old == owners:
             return value
@@ -228,17 +227,19 @@ def _moved(
     return _to_owners(entry, value, owners, group)
 
 
-def zeros_at_owner(entry: StateOf, owners: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def zeros_at_owner(entry: StateEntry, owners: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return new state of the matrices that this rank owns."""
-    size = places_at(this_rank(), entry.layout, owners, dtype.itemsize)[1]
+    size = slices_at(this_rank(), entry.layout, owners, dtype.itemsize)[1]
     return torch.zeros(size, dtype=dtype, device=entry.param.device)
 
 
-def _by_process_group(members: Sequence[StateOf]) -> list[tuple[dist.ProcessGroup, list[StateOf]]]:
+def _by_process_group(
+    members: Sequence[StateEntry],
+) -> list[tuple[dist.ProcessGroup, list[StateEntry]]]:
     """Return [(process group of all ranks of a mesh, state of the parameters on the mesh)], large
     sets of ranks first, the order of all collectives of several sets.
     """
-    by_ranks: dict[tuple[int, ...], list[StateOf]] = {}
+    by_ranks: dict[tuple[int, ...], list[StateEntry]] = {}
     for entry in members:
         by_ranks.setdefault(entry.layout.ranks, []).append(entry)
     groups = ProcessGroups()
@@ -249,34 +250,34 @@ def _by_process_group(members: Sequence[StateOf]) -> list[tuple[dist.ProcessGrou
     ]
 
 
-def _form(state: Mapping, entry: StateOf) -> int:
+def _location(state: Mapping, entry: StateEntry) -> int:
     """Return where state is: MISSING, AT_PLACEMENTS, or a number > 0 for the owners."""
     held = state.get(entry.param, {})
     if entry.key not in held:
         return MISSING
     if not is_at_owners(held, entry.key):
         return AT_PLACEMENTS
-    return _number_of(held[OWNERS_KEY].tolist())
+    return _digest_above_0(held[OWNERS_KEY].tolist())
 
 
-def _agreed_forms(
-    state: Mapping, members: Sequence[StateOf], group: dist.ProcessGroup
+def _agreed_locations(
+    state: Mapping, members: Sequence[StateEntry], group: dist.ProcessGroup
 ) -> list[int]:
-    """Return `_form` of all members. Raises RuntimeError if ranks of the group differ."""
-    forms = [_form(state, entry) for entry in members]
-    row = torch.tensor(forms, dtype=torch.int64, device=local_of(members[0].param).device)
-    gathered = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(gathered, row, group=group)
-    for entry, *found in zip(members, *(vector.tolist() for vector in gathered)):
+    """Return `_location` of all members. Raises RuntimeError if ranks of the group differ."""
+    locations = [_location(state, entry) for entry in members]
+    gathered = gather_integers(locations, group, local_of(members[0].param).device)
+    for entry, *found in zip(members, *gathered):
         if len(set(found)) > 1:
             raise RuntimeError(
                 f"{entry.key} of parameter {entry.name} is at other places on some ranks of its "
                 "mesh: load the state on all ranks, or on none, and change it on all ranks alike"
             )
-    return forms
+    return locations
 
 
-def _pieces(entry: StateOf, owners: Sequence[int]) -> Iterator[tuple[Number, int, int, Box, tuple]]:
+def _pieces(
+    entry: StateEntry, owners: Sequence[int]
+) -> Iterator[tuple[MatrixIndex, int, int, Box, tuple]]:
     """Yield (matrix, owner, storing rank, box in the matrix, place in the parameter) of all pieces
     of state that this rank owns or stores, in an order equal on all ranks.
     """
@@ -293,22 +294,22 @@ def _has_leading(box: Box, at: tuple[int, ...]) -> bool:
     return all(first <= i < end for i, (first, end) in zip(at, box))
 
 
-def _stored(
-    entry: StateOf, local: torch.Tensor, matrix: Number, box: Box, start: tuple
+def _stored_view(
+    entry: StateEntry, local: torch.Tensor, matrix: MatrixIndex, box: Box, start: tuple
 ) -> torch.Tensor:
     """Return the view of a piece in the local shard of state."""
     layout, me = entry.layout, this_rank()
     index = tuple(i - first for i, (first, _) in zip(matrix[0], layout.boxes[me]))
-    shape = tuple(stop - first for first, stop in box)
+    shape = box_shape(box)
     return entry.split.matrices(local)[index][layout.place_of(me, start, shape)]
 
 
 def _to_owners(
-    entry: StateOf, value: torch.Tensor, owners: Sequence[int], group: dist.ProcessGroup
+    entry: StateEntry, value: torch.Tensor, owners: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return the flat tensor of this rank from state placed like the parameter."""
     local, me, replica_of = local_of(value).contiguous(), this_rank(), entry.layout.replica_of
-    places, size = places_at(me, entry.layout, owners, value.itemsize)
+    slices, size = slices_at(me, entry.layout, owners, value.itemsize)
     flat = torch.zeros(size, dtype=value.dtype, device=entry.param.device)
     local = local.to(flat.device)
     sent, received = [], []
@@ -317,34 +318,34 @@ def _to_owners(
         if replica_of[rank] != replica_of[owner]:
             continue
         if rank == me:
-            sent.append((owner, _stored(entry, local, matrix, box, start)))
+            sent.append((owner, _stored_view(entry, local, matrix, box, start)))
         if owner == me:
-            whole = view_of(flat, places[matrix])
+            whole = view_of(flat, slices[matrix])
             received.append((rank, whole[slice(*box[0]), slice(*box[1])]))
     _exchange(sent, received, flat, group)
     return flat
 
 
 def _to_placements(
-    entry: StateOf, flat: torch.Tensor, owners: Sequence[int], group: dist.ProcessGroup
+    entry: StateEntry, flat: torch.Tensor, owners: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return state as a DTensor placed like its parameter from the flat tensors of `owners`."""
     param, me = entry.param, this_rank()
     shape = state_shape(param, entry.key, entry.split)
-    box = own_layout(param, shape).boxes[me]
     flat = flat.to(param.device)
-    # Matrices without elements have no owner
-    local = torch.zeros([b - a for a, b in box], dtype=flat.dtype, device=flat.device)
-    places, _ = places_at(me, entry.layout, owners, flat.itemsize)
+    # Zeros, and not empty memory: matrices without elements have no owner
+    placed = zeros_with_placements(param, param.placements, flat.dtype, shape)
+    local = local_of(placed)
+    slices, _ = slices_at(me, entry.layout, owners, flat.itemsize)
     sent, received = [], []
     for matrix, owner, rank, box, start in _pieces(entry, owners):
         if owner == me:
-            whole = view_of(flat, places[matrix])
+            whole = view_of(flat, slices[matrix])
             sent.append((rank, whole[slice(*box[0]), slice(*box[1])]))
         if rank == me:
-            received.append((owner, _stored(entry, local, matrix, box, start)))
+            received.append((owner, _stored_view(entry, local, matrix, box, start)))
     _exchange(sent, received, flat, group)
-    return as_dtensor(local, shape, param.device_mesh, param.placements)
+    return placed
 
 
 def _exchange(
@@ -358,11 +359,11 @@ def _exchange(
     """
     ranks = dist.get_process_group_ranks(group)
     out, into = (
-        [t for rank in ranks for peer, t in some if peer == rank] for some in (sent, received)
+        [t for rank in ranks for peer, t in pairs if peer == rank] for pairs in (sent, received)
     )
     sizes = [
-        [sum(t.numel() for peer, t in some if peer == rank) * like.itemsize for rank in ranks]
-        for some in (sent, received)
+        [sum(t.numel() for peer, t in pairs if peer == rank) * like.itemsize for rank in ranks]
+        for pairs in (sent, received)
     ]
     # As bytes, of which every backend can send any dtype
     parts = [t.reshape(-1) for t in out]

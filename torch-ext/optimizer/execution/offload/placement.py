@@ -15,7 +15,7 @@ import torch
 from ...params.config import MuonConfig
 from ...params.dtensor import is_dtensor, local_of, with_local
 from ...params.layout import this_rank
-from ...params.units import Split
+from ...params.units import Split, box_shape
 from ...params.validation import device_of
 from ...planning.planner import Plan
 from ...planning.rank_plan import Piece
@@ -271,7 +271,7 @@ def can_be_offloaded(plan: Plan, number: int, rank: int, dtype: torch.dtype) -> 
     layout, split = plan.layouts[number], plan.split(number)
     units = range(layout.unit_count)
     boxes = [box for unit in units for box, _ in layout.unit_boxes(rank, unit)]
-    R, C = (stop - start for start, stop in layout.boxes[rank][-2:])
+    R, C = box_shape(layout.boxes[rank][-2:])
     sizes = {(r1 - r0, c1 - c0) for (r0, r1), (c0, c1) in boxes}
     by_rows = all(c == C or r == 1 for r, c in sizes)
     by_columns = all(r == R or c == 1 for r, c in sizes)

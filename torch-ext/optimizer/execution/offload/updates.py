@@ -59,7 +59,7 @@ class OffloadedState:
     @property
     def update_momentum_early(self) -> bool:
         """See [Note: momentum before weights]."""
-        during_backward = self.options.overlap_backward and self.travels
+        during_backward = self.options.overlap_backward and self.has_collectives
         return self.selection is None and not during_backward
 
     @property
@@ -303,12 +303,12 @@ class OffloadedChunks:
 
         return part, bind
 
-    def orthogonalize(self, constants: object) -> None:
+    def orthogonalize(self, constants: tuple) -> None:
         """See `UnreducedElementwiseUpdate`."""
         self.load_state()
         super().orthogonalize(constants)
 
-    def apply(self, constants: object) -> None:
+    def apply(self, constants: tuple) -> None:
         """See `UnreducedElementwiseUpdate`."""
         super().apply(constants)
         self.save_state()

@@ -50,7 +50,7 @@ class BackwardOverlap:
         self.buckets: list[EarlyBucket] = []  # that may start during backward, in order
         # The function of pipeline.py that runs a step
         self.pipeline_run = pipeline.run if jobs is None else pipeline.run_all_inbound_first
-        for update, group in [job for job in jobs or () if job[0].travels]:
+        for update, group in [job for job in jobs or () if job[0].has_collectives]:
             # `sorted_buckets` puts buckets without an inbound all-to-all behind all others
             if not update.to_owner.has_traffic:
                 break

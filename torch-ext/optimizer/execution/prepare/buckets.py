@@ -31,9 +31,9 @@ def reserve(
     """
     buffer_count, local_number = _buffer_counts([bucket for _, _, bucket, _ in tasks], options)
     # Buckets with all-to-alls use bucket buffers in turn; all local buckets use one buffer
-    travels = [BUCKET_UPDATES[bucket.route].travels for _, _, bucket, _ in tasks]
-    counts = itertools.accumulate(travels, initial=0)
-    numbers = [count if one else local_number for count, one in zip(counts, travels)]
+    in_turn = [BUCKET_UPDATES[bucket.route].has_collectives for _, _, bucket, _ in tasks]
+    counts = itertools.accumulate(in_turn, initial=0)
+    numbers = [count if turns else local_number for count, turns in zip(counts, in_turn)]
     limit = options.workspace_bytes
     for names in (_stacks_apart(tasks, options), [None] * len(tasks)):
         workspace = Workspace(buffer_count, device)
@@ -96,5 +96,5 @@ def _buffer_counts(buckets: Sequence[Bucket], options: MuonConfig) -> tuple[int,
     # During backward any number of buckets may be in flight, each with a buffer of its own. The
     # planner has checked shared buckets; this check includes buckets that this rank steps alone.
     check_bucket_buffers(buckets, options.workspace_bytes)
-    travelling = sum(BUCKET_UPDATES[bucket.route].travels for bucket in buckets)
-    return travelling + 1, travelling
+    count = sum(BUCKET_UPDATES[bucket.route].has_collectives for bucket in buckets)
+    return count + 1, count

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from ...communication.plan_check import check_plans
 from ...communication.process_groups import ProcessGroups, world_now
@@ -93,7 +94,7 @@ class Preparation:
         """Start without plans. `options`: of the optimizer. `place`: of state."""
         self.place = place
         self.bound = BoundStep()
-        self.world: object = None
+        self.world: dist.ProcessGroup | None = None
         self._dedicated = options.overlaps  # argument of `ProcessGroups`
         self.process_groups = ProcessGroups(dedicated=self._dedicated)
         # Of buckets or of the whole step, and of `BoundStep.adamw_jobs`. The constructor checks
@@ -244,7 +245,7 @@ class Preparation:
         """Forget which parameters the groups held: the state was replaced as a whole."""
         self._members = ()
 
-    def follow_world(self, world: object) -> None:
+    def follow_world(self, world: dist.ProcessGroup | None) -> None:
         """Drop plans and process groups: torch.distributed has another default group, `world`."""
         self.world = world
         self.process_groups = ProcessGroups(dedicated=self._dedicated)

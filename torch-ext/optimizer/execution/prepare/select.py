@@ -77,7 +77,7 @@ def select_params(
     found = step_together([part for part in parts if part[1]])
     # Sorted by the ids of groups: a new value of an option that only changes the order of plans
     # must not cause new plans
-    keys = sorted((_plan_key(some, options.ns_dtype) for some in found), key=itemgetter(0))
+    keys = sorted((_plan_key(part, options.ns_dtype) for part in found), key=itemgetter(0))
     return found, keys
 
 

@@ -71,17 +71,18 @@ class BoundStep:
         place = place or StatePlace()
         place.begin(device)
         self.stores = make_stores(plans, state, buffers, flags, collects, place.store)
-        self.counting = [group for group in groups if STEPS_KEY in group]
+        # Live groups whose steps are counted for the bias correction of momentum
+        self.counting_groups = [group for group in groups if STEPS_KEY in group]
         # All groups with stochastic rounding, also those without a gradient: a process alone plans
         # without them, and counts their steps as ranks do
-        self.drawing = list(filter(is_stochastic, groups))
+        self.drawing_groups = list(filter(is_stochastic, groups))
         # Made even without parameters on this rank: the check is collective, and further ranks may
         # have parameters
         if flags is not None:
             whole = nonfinite != "skip"
             self.nonfinite = NonfiniteFlags(flags, plans, self.stores, process_groups, whole)
         clip = self._head_clipping(groups, options, own, process_groups)
-        written = _all_told(clip, hook)
+        written = _notifier(clip, hook)
         shared = options, process_groups, graphs, written, place
         self.workspace: Workspace | None = None
         jobs = []
@@ -135,19 +136,19 @@ class BoundStep:
         return [store for store in self.stores if id(store) not in apart]
 
 
-def _all_told(*hooks: StepHook | None) -> Callable[[BucketUpdate], None] | None:
+def _notifier(*hooks: StepHook | None) -> Callable[[BucketUpdate], None] | None:
     """A function that calls `bucket_written` of all hooks. None if the last hook is None, since
     only that hook (overlap_forward) needs to know at once.
     """
     if hooks[-1] is None:
         return None
-    told = [hook.bucket_written for hook in hooks if hook is not None]
+    methods = [hook.bucket_written for hook in hooks if hook is not None]
 
-    def tell(update: BucketUpdate) -> None:
-        for written in told:
-            written(update)
+    def notify_all(update: BucketUpdate) -> None:
+        for method in methods:
+            method(update)
 
-    return told[0] if len(told) == 1 else tell
+    return methods[0] if len(methods) == 1 else notify_all
 
 
 def _bind(
@@ -182,16 +183,19 @@ def _bind(
     for (store, group, bucket, rank_plan), number, name in zip(tasks, numbers, names):
         kind = BUCKET_UPDATES[bucket.route]
         # Between buckets of different ranks, see `Pause`
-        if kind.travels and ranks not in (None, bucket.ranks) and not options.overlap_backward:
+        changes_ranks = kind.has_collectives and ranks not in (None, bucket.ranks)
+        if changes_ranks and not options.overlap_backward:
             jobs.append((Pause("Pause"), group))
-        ranks = bucket.ranks if kind.travels else ranks
+        ranks = bucket.ranks if kind.has_collectives else ranks
         inputs = BucketInputs(
             bucket=bucket,
             rank_plan=rank_plan,
             store=store,
             options=options,
             group=group,
-            process_group=process_groups.get_or_create(bucket.ranks) if kind.travels else None,
+            process_group=(
+                process_groups.get_or_create(bucket.ranks) if kind.has_collectives else None
+            ),
             memory=workspace.views_for(number, rank_plan, name),
             buffer_index=number % workspace.buffer_count,
             graphs=bucket_graphs,

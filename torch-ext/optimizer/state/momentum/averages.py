@@ -1,7 +1,8 @@
 """AdamW's averages and step count in saved state: fp32 or bf16 into 8 bits and back, and checks.
 
 Like momentum (conversion.py), 8-bit averages become fp32 in their saved placements, before tensors
-are redistributed, and wide averages become 8-bit in the placements of the parameter. Numbers and
+are redistributed, and wide averages (fp32 or bf16) become 8-bit in the placements of the parameter.
+Numbers and
 scales have keys of their own, so that no average is loaded in place of one of another format. A
 state with averages in both formats is refused: torch's `set_optimizer_state_dict` with full tensors
 adds the saved averages to the optimizer's own, and with `broadcast_from_rank0` on a single rank.
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...kernels.quantized import blocks, squares
 from ...kernels.quantized.blocks import is_quantized
-from ...params.dtensor import as_dtensor, is_dtensor, local_of
+from ...params.dtensor import local_of, placed_like
 from ...rules.elementwise import is_8bit
 from ...rules.muon import SUM_KEY
 from ...rules.rule import (
@@ -77,7 +78,7 @@ def widened(state: Mapping) -> dict:
     for wide_key, numbers_key, scales_key, form in FORMATS:
         numbers, scales = state[numbers_key], state[scales_key]
         wide = form.dequantize(local_of(numbers), local_of(scales).float())
-        found[wide_key] = _placed_like(wide, numbers, numbers.shape)
+        found[wide_key] = placed_like(wide, numbers, numbers.shape)
     return found
 
 
@@ -89,19 +90,10 @@ def narrowed(state: Mapping, param: torch.Tensor) -> dict:
     for wide_key, numbers_key, scales_key, form in FORMATS:
         wide = state[wide_key]
         numbers, scales = form.quantize(local_of(wide).float())
-        found[numbers_key] = _placed_like(numbers.contiguous(), wide, wide.shape)
+        found[numbers_key] = placed_like(numbers.contiguous(), wide, wide.shape)
         shape = state_shape(param, scales_key)
-        found[scales_key] = _placed_like(scales.contiguous(), wide, shape)
+        found[scales_key] = placed_like(scales.contiguous(), wide, shape)
     return found
-
-
-def _placed_like(local: torch.Tensor, other: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return `local` as a DTensor of global `shape` with the placements of `other`; unchanged if
-    `other` is a plain tensor.
-    """
-    if not is_dtensor(other):
-        return local
-    return as_dtensor(local, shape, other.device_mesh, other.placements)
 
 
 def loaded_keys(
@@ -142,15 +134,12 @@ def adopt_averages(
             state[key] = state[key].to(wide)
 
 
-def is_fitting(key: str, dtype: torch.dtype) -> bool:
-    """Return whether `dtype` is the dtype of state `key`, the numbers of averages in 8 bits."""
-    return key in QUANTIZED_KEYS[:2] and dtype == STATES[key].dtype
-
-
 def check_dtype(key: str, dtype: torch.dtype, name: str) -> None:
-    """Raise ValueError unless saved numbers or scales `key` have their dtype."""
-    fits = is_fitting(key, dtype) if key in QUANTIZED_KEYS[:2] else dtype.is_floating_point
-    if not fits:
+    """Raise ValueError unless saved numbers `key` have their dtype, or scales a floating-point
+    one.
+    """
+    is_scale = key not in QUANTIZED_KEYS[:2]
+    if not (dtype.is_floating_point if is_scale else dtype == STATES[key].dtype):
         raise ValueError(
             f"{key} of parameter {name} has dtype {dtype} in the state, but it needs "
             f"{STATES[key].dtype}: it was cast, or is damaged; {BEGIN_ANEW}"

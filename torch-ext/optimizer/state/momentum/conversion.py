@@ -23,7 +23,7 @@ from ...kernels.quantized.blocks import (
     of_matrices,
     quantize,
 )
-from ...params.dtensor import as_dtensor, is_dtensor, local_of, with_local
+from ...params.dtensor import is_dtensor, local_of, placed_like, with_local
 from ...params.units import Split
 from ...rules.muon import SUM_KEY, is_sum
 from ...rules.rule import SCALE_KEY, momentum_key
@@ -61,7 +61,7 @@ def as_tensor(value: object, what: str = "a state") -> torch.Tensor:
         ) from error
 
 
-def converted(
+def with_own_momentum(
     state: object, group: Mapping, saved: Mapping, name: str, split: Split, dtype: torch.dtype
 ) -> object:
     """Return the saved state of parameter `name` with the momentum of `group`, the optimizer's own
@@ -167,19 +167,14 @@ def in_8_bits(
     numbers.copy_(of_matrices(values, local.shape, split.view))
     of_rank = split.block_shape(local.shape, BLOCK)
     scales = of_matrices(scales, of_rank, split.view)
-    if not is_dtensor(momentum):
-        return numbers, scales
-    mesh, placements = momentum.device_mesh, momentum.placements
-    return _like(momentum, numbers), as_dtensor(scales, shape, mesh, placements)
+    return _like(momentum, numbers), placed_like(scales, momentum, shape)
 
 
 def _like(momentum: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return `local` as a DTensor like `momentum`; unchanged if `momentum` is a plain tensor."""
-    if not is_dtensor(momentum):
-        return local
-    if local.device.type != momentum.device_mesh.device_type:
+    if is_dtensor(momentum) and local.device.type != momentum.device_mesh.device_type:
         return with_local(momentum, local)  # stays on the host
-    return as_dtensor(local, momentum.shape, momentum.device_mesh, momentum.placements)
+    return placed_like(local, momentum, momentum.shape)
 
 
 def refuse_cast_numbers(state: dict, key: str, name: str) -> None:

@@ -1,5 +1,8 @@
-"""Split weights (`SplitWeights` in kernels/weights/split.py) outside of a step: their
-rests in state dicts, and fp32 weights that users read and write.
+"""Split weights outside of a step: their rests in state dicts, and fp32 weights that users read and
+write.
+
+A split weight is an fp32 weight in two halves: the bf16 parameter, and in the optimizer state the
+rest of the 32 bits, int16 (`SplitWeights` in kernels/weights/split.py).
 
 [Note: rests in state dicts]
 NCCL and gloo send no 16-bit integers, and torch gathers and broadcasts the tensors of a state dict.
@@ -25,7 +28,7 @@ from ...rules.rule import rule_of, writes_weights
 BITS = (torch.int16, torch.bfloat16)  # dtypes of a rest, in the state and in a state dict
 
 
-def with_shown_rests(state_dict: dict) -> dict:
+def with_rests_as_bf16(state_dict: dict) -> dict:
     """Return a state dict with each rest as bf16, see [Note: rests in state dicts]."""
     states = {
         key: {**state, REST_KEY: _viewed(state[REST_KEY], torch.bfloat16)}
@@ -77,7 +80,7 @@ def with_own_precision(saved: dict, own: dict) -> dict:
     return {key: value for key, value in saved.items() if key not in keys}
 
 
-def check_place(number: int, group: dict, options: MuonConfig) -> None:
+def check_not_offloaded(number: int, group: dict, options: MuonConfig) -> None:
     """Raise ValueError for weights that the loaded options of a group split, if state is offloaded.
     `group`: with the saved options.
     """
