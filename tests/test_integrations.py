@@ -170,6 +170,11 @@ def test_the_advice_for_a_weight_that_looks_fused_is_in_terms_of_configs():
         package().MuonFactory()(model, split="auto")
     opt = package().MuonFactory()(model, split="auto", named_splits={"re:attn.c_attn": {"rows": [8, 8, 8]}})
     assert [group.get("split") for group in opt.param_groups] == [None, {"rows": [8, 8, 8]}]
+    for form in ({"rows": [8, 8, 8]}, None):  # as the advice says
+        opt = package().MuonFactory()(model, split="auto", overrides={"*c_attn*": {"split": form}, "*": {"lr": 0.5}})
+        assert values(opt, "split") == {"attn.c_attn.weight": form}
+    with pytest.raises(ValueError, match="looks like a fused weight"):  # the first pattern that matches counts
+        package().MuonFactory()(model, split="auto", overrides={"*": {"lr": 0.5}, "*c_attn*": {"split": None}})
 
 
 def test_an_override_has_the_options_of_its_rule():

@@ -27,6 +27,7 @@ from .state.saved_forms import (
     called_by_checkpoint,
     on_one_device,
     with_own_storages,
+    with_rule_names,
     without_splits,
 )
 from .state.state_dict import Loading
@@ -123,7 +124,7 @@ class StateDictMethods(ForwardOverlapMethods):
         saved = with_rests_as_bf16(without_functions(self._saved(by_checkpoint)))
         if self._options.offload_state:
             saved = on_one_device(saved) if by_checkpoint else with_own_storages(saved)
-        return without_splits(saved) if by_checkpoint else saved
+        return with_rule_names(without_splits(saved)) if by_checkpoint else saved
 
     def _saved(self, by_checkpoint: bool) -> dict:
         """`state_dict` with all keys; raises as `state_dict`. `by_checkpoint`: for

@@ -71,7 +71,7 @@ class MuonFactory:
             # A key of every Muon group, which the argument of `Muon` does not replace
             if "adjust_lr_fn" in arguments:
                 of_muon["adjust_lr_fn"] = arguments["adjust_lr_fn"]
-            groups = _groups(model, grouping)
+            groups = _groups(model, grouping, given.get(OVERRIDES) or {})
             for group in groups:
                 if group["use_muon"]:
                     group.update(of_muon)
@@ -110,9 +110,10 @@ def _sorted(given: Mapping, options: Mapping) -> tuple[dict, dict, dict]:
     return arguments, grouping, options_of_rule
 
 
-def _groups(model: nn.Module, grouping: Mapping) -> list[dict]:
+def _groups(model: nn.Module, grouping: Mapping, overrides: object) -> list[dict]:
     """The groups of a model, for arguments of `get_default_muon_param_groups` in a config. Raises
-    ConfigError for wrong values, and as that function.
+    ConfigError for wrong values, and as that function, except that `split` refuses no weight that
+    gets a split by `overrides`.
     """
     grouping = dict(grouping)
     for key in ("adamw", "muon"):
@@ -133,10 +134,32 @@ def _groups(model: nn.Module, grouping: Mapping) -> list[dict]:
         # Rank 0 alone prints the table
         is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
         grouping["report"] = print if report and is_first else None
+    return _default_groups(model, grouping, overrides)
+
+
+def _default_groups(model: nn.Module, grouping: Mapping, overrides: object) -> list[dict]:
+    """`get_default_muon_param_groups(model, **grouping)`, in which weights that get a split by
+    `overrides` stay one matrix where it would refuse them. Raises as that function, in terms of
+    configs.
+    """
     try:
         return get_default_muon_param_groups(model, **grouping)
     except (TypeError, ValueError) as error:
-        raise type(error)(_as_of_config(str(error))) from error
+        refused = getattr(error, "parameters", ())
+        settled = frozenset(name for name in refused if _has_own_split(overrides, name))
+        if not settled:
+            raise type(error)(_as_of_config(str(error))) from error
+    # One matrix, until `_override` gives them their split
+    named = {**(grouping.get("named_splits") or {}), (lambda name, *_: name in settled): None}
+    return _default_groups(model, {**grouping, "named_splits": named}, {})
+
+
+def _has_own_split(overrides: object, name: str) -> bool:
+    """Whether the first pattern of `overrides` that matches a name has the key `split`."""
+    entries = overrides.items() if isinstance(overrides, Mapping) else ()  # refused by `_override`
+    matches = (keys for text, keys in entries if NamePattern(text, OVERRIDES)(name))
+    keys = next(matches, {})
+    return isinstance(keys, Mapping) and "split" in keys
 
 
 def _as_of_config(message: str) -> str:

@@ -99,6 +99,14 @@ class Row:
         return self.found if self.is_keyed else Found()
 
 
+class UnknownSplits(ValueError):
+    """The error for weights that look fused, and whose parts are unknown; `parameters`: their
+    names.
+    """
+
+    parameters: tuple[str, ...] = ()
+
+
 def get_default_muon_param_groups(
     model: nn.Module,
     *,
@@ -246,7 +254,9 @@ def _find_splits(
     if refused:
         first = next(iter(refused.values()))
         others = f" (parameters like it: {_some(list(refused))})" if len(refused) > 1 else ""
-        raise ValueError(f"{first}{others}")
+        error = UnknownSplits(f"{first}{others}")
+        error.parameters = tuple(refused)
+        raise error
     return result
 
 

@@ -12,9 +12,11 @@ import torch
 
 from ..params.dtensor import is_dtensor, local_of, with_local
 from ..rules.elementwise import DTYPE_KEY
+from ..rules.rule import rule_of
 
 # Keys of a group that describe the model, missing from groups to which they were not given
 SPLITS = "split", "transposed", DTYPE_KEY
+MUON = "muon"  # the rule of a group without the name of a rule
 
 
 def called_by_checkpoint(function: str | None = None) -> bool:
@@ -48,6 +50,31 @@ def without_splits(state_dict: dict) -> dict:
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "param_groups": groups}
+
+
+def with_rule_names(state_dict: dict) -> dict:
+    """Return a state dict whose groups of matrices hold the name of their rule as `use_muon`, in
+    place of True, unless the rule is Muon's.
+
+    torch.distributed.checkpoint reads only the keys that the loading optimizer has. Groups of Muon
+    and NorMuon have no key `rule`, and a new key would be missing in older checkpoints. `use_muon`
+    is in all of them, and a name is true in older versions of the package, too.
+    """
+    groups = [
+        {**group, "use_muon": name}
+        if group["use_muon"] and (name := rule_of(group).name) != MUON
+        else group
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def shown_rule(saved: dict) -> str | None:
+    """Return the name of the rule that `with_rule_names` put into a saved group; None for Muon's
+    rule, AdamW and groups of other sources.
+    """
+    kind = saved.get("use_muon")
+    return kind if isinstance(kind, str) else None
 
 
 def on_one_device(state_dict: dict) -> dict:

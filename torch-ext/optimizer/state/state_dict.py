@@ -45,7 +45,7 @@ from .consolidated import refuse_elsewhere
 from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
 from .momentum.conversion import as_tensor, in_8_bits, way_out, with_own_momentum
 from .peers.facts import check_source, going_on_from_adamw, listed
-from .saved_forms import SPLITS, called_by_checkpoint
+from .saved_forms import SPLITS, called_by_checkpoint, shown_rule
 from .shard_check import check_shards
 from .weights.split import check_not_offloaded, check_rest, warn_of_rests, with_own_precision
 
@@ -116,6 +116,7 @@ class Loading:
         numbers = {number for group in loaded["param_groups"] for number in group["params"]}
         return {
             **loaded,
+            "param_groups": list(map(with_own_kind, groups, self.own)),
             "state": {
                 key: _foreign_entries(state) if key in numbers else state
                 for key, state in loaded["state"].items()
@@ -446,6 +447,13 @@ def with_own_rule(saved: dict, own: dict) -> dict:
     return {**options, "rule": own["rule"]} if own.get("rule") else options
 
 
+def with_own_kind(saved: dict, own: dict) -> dict:
+    """Return the options `saved` with the own `use_muon`, which is of the same kind, in place of
+    the name of a rule.
+    """
+    return {**saved, "use_muon": own["use_muon"]} if shown_rule(saved) else saved
+
+
 def with_momentum_steps(saved: dict, own: dict) -> dict:
     """Return the options `saved` with SETTLED as `momentum_steps` if only the own group counts
     steps: a checkpoint without the count has a momentum of unknown age, taken as old.
@@ -531,7 +539,8 @@ def check_same_rule(number: int, group: dict, saved: dict) -> None:
     momentum of Muon, which groups without a key `rule` have.
     """
     if group["use_muon"]:
-        was = saved.get("rule") or ("normuon" if "beta2" in saved else None)
+        # `beta2` of torch.distributed.checkpoint may be a key of this optimizer alone
+        was = shown_rule(saved) or saved.get("rule") or ("normuon" if "beta2" in saved else None)
         now = group.get("rule") or ("normuon" if "beta2" in group else "muon")
     else:
         # Groups of torch's AdamW, and of AdamW here, have betas and no rule
@@ -577,6 +586,7 @@ def _check_kind(number: int, group: dict, saved: dict) -> None:
     known = {key: saved[key] for key in saved if key in group or key in OPTIONAL_KEYS}
     if has_function(saved):
         del known["adjust_lr_fn"]
+    known = with_own_kind(known, group)
     with in_group(number, group):
         check_numbers({**group, **known})
 
