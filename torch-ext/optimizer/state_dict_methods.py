@@ -137,9 +137,10 @@ class StateDictMethods(ForwardOverlapMethods):
         if not self._owner_keeps_state:
             if creates:
                 self.init_state()
-            if not self._options.state_at_owners:
-                return super().state_dict()
-            with self._showing(at_owners.as_placed_dtensors(self.state, self.param_groups)):
+            state = self._with_missing_keys()
+            if self._options.state_at_owners:
+                state = at_owners.as_placed_dtensors(state, self.param_groups)
+            with self._showing(state):
                 return super().state_dict()
         named = self._named()
         # torch.distributed.checkpoint saves the parts of all ranks: a consolidated state is no help
@@ -148,11 +149,19 @@ class StateDictMethods(ForwardOverlapMethods):
             with self._showing(gathered.whole_state(named, self.state)):
                 return gathered.mark(super().state_dict())
         self._find_world()
-        complete = self.init_state if creates else None
+        complete, state = (self.init_state, self.state) if creates else (None, None)
+        state = self._with_missing_keys() if state is None else state
         offloads = bool(self._options.offload_state)
-        shown = state_for_checkpoint(self.state, named, self._shared(), complete, offloads)
+        shown = state_for_checkpoint(state, named, self._shared(), complete, offloads)
         with self._showing(shown):
             return super().state_dict()
+
+    def _with_missing_keys(self) -> dict:
+        """`state` as the next step would begin from, after a live change of a group's rule."""
+        with create.outside_inference_mode():
+            return create.with_missing_keys(
+                self.param_groups, self.state, self._options_by_group()
+            )
 
     @waits_for_updates
     def consolidate_state_dict(self, to: int | None = 0) -> None:

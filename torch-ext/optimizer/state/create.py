@@ -32,6 +32,7 @@ from ..rules.muon import REST_KEY, SUM_KEY
 from ..rules.rule import (
     SCALE_KEY,
     STATES,
+    all_state_keys,
     group_state_dtype,
     keys_of,
     row_sharded_keys,
@@ -117,6 +118,40 @@ def complete_state(groups: list[dict], state: dict, options: Sequence[MuonConfig
             rows = _rows_at_rank(param, own) if own.owner_keeps_state else None
             dtype, offloads = group_state_dtype(group, own.state_dtype), bool(own.offload_state)
             create_state(held, param, keys_of(group, param, dtype), dtype, split, rows, offloads)
+
+
+def with_missing_keys(groups: list[dict], state: dict, options: Sequence[MuonConfig]) -> dict:
+    """Return `state` with a completed copy of each parameter's state that lacks keys of its group,
+    as after a live change of the group's rule: zeros, as the next step would create them. `state`
+    itself stays unchanged, and parameters without state stay without. `options`: of each group.
+    """
+    copies = {}
+    for group, own in zip(groups, options):
+        offloads = bool(own.offload_state)
+        lacking = _lacking(group, state, own)
+        for number, split in enumerate(splits_of(group)) if lacking else ():
+            if number in lacking:
+                param, keys, dtype = lacking[number]
+                rows = _rows_at_rank(param, own) if own.owner_keeps_state else None
+                copies[param] = dict(state[param])
+                create_state(copies[param], param, keys, dtype, split, rows, offloads)
+    return {**state, **copies} if copies else state
+
+
+def _lacking(group: dict, state: dict, options: MuonConfig) -> dict[int, tuple]:
+    """Return {number in the group: (parameter, keys, dtype of the momentum)} of parameters whose
+    state lacks keys of their group; {} if a key of the group is wrong, which the next step refuses.
+    """
+    known, lacking = set(all_state_keys()), {}
+    try:
+        dtype = group_state_dtype(group, options.state_dtype)
+        for number, param in enumerate(group["params"]):
+            held, keys = state.get(param, {}), keys_of(group, param, dtype)
+            if not (known.isdisjoint(held) or held.keys() >= set(keys)):
+                lacking[number] = param, keys, dtype
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return lacking
 
 
 def _shard_plain_state(state: dict, param: torch.Tensor, split: Split) -> None:

@@ -27,7 +27,7 @@ from ..params.param_groups import clean_names
 from ..params.units import splits_of
 from ..params.validation import check_group
 from ..rules.muon import REST_KEY
-from ..rules.rule import SCALE_KEY, all_state_keys
+from ..rules.rule import SCALE_KEY, group_state_dtype, keys_of
 from .momentum.averages import loaded_keys, wide_if_needed
 from .momentum.conversion import with_own_momentum
 from .state_dict import (
@@ -74,13 +74,12 @@ def export_state(
     # AdamW's betas follow a `momentum` that a schedule set
     optimizer._beta1.follow(optimizer.param_groups)
     names = _param_names(optimizer, model)
-    # Other code may keep entries of its own in the state; the file has this optimizer's only
-    keys = all_state_keys()
+    state, keys = optimizer._with_missing_keys(), _own_keys(optimizer)
     tensors = {
         f"state.{name}.{key}": value.detach().cpu().contiguous()
         for param, name in names.items()
-        for key, value in optimizer.state.get(param, {}).items()
-        if key in keys
+        for key, value in state.get(param, {}).items()
+        if key in keys[param]
     }
     groups = [
         {
@@ -107,6 +106,18 @@ def export_state(
             **{k: json.dumps(v) for k, v in header.items()},
         },
     )
+
+
+def _own_keys(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, tuple[str, ...]]:
+    """Return {parameter: keys of its state under the rule of its group}. Other code may keep
+    entries of its own in the state, and a rule from before a live change has left others.
+    """
+    dtype = optimizer._options.state_dtype
+    return {
+        param: keys_of(group, param, group_state_dtype(group, dtype))
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
 
 
 def import_state(

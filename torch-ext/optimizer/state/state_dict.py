@@ -50,6 +50,11 @@ from .shard_check import check_shards
 from .weights.split import check_not_offloaded, check_rest, warn_of_rests, with_own_precision
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
+# End of the message about an empty state dict
+EMPTY = (
+    ". It is empty: Fabric's wrapper returns {} on all ranks but rank 0, and its attribute "
+    "`optimizer` has the whole state_dict() on every rank"
+)
 # Keys of groups of torch's AdamW that this optimizer has no option for
 ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
 # Keys of a group that loading never changes. `split` and `transposed` describe the model, and
@@ -96,6 +101,7 @@ class Loading:
                 f"the state dict has no {min(missing)!r}, only "
                 f"{shortened(', '.join(map(repr, loaded))) or None}: "
                 "pass what an optimizer's state_dict() has returned"
+                + EMPTY * (not loaded)
             )
         refuse_elsewhere(loaded)
         warn_of_saved_arguments(loaded["param_groups"], ARGUMENTS, self.options)
