@@ -1,0 +1,181 @@
+"""Checkpoints of another rule: torch.distributed.checkpoint, and live changes that were saved before the next step."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dsd
+
+from tests.ranks import package, run_ranks
+from tests.test_checkpoint import FLAT, NESTED
+
+
+def model_and_optimizer(cls="Muon", **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
+    return model, getattr(package(), cls)(model.named_parameters(), lr=0.05, **options)
+
+
+def step(model, optimizer, seed, first=0):
+    generator = torch.Generator().manual_seed(seed)
+    for number, p in enumerate(model.parameters()):
+        p.grad = torch.randn(p.shape, generator=generator) if number >= first else None
+    optimizer.step()
+
+
+# torch.distributed.checkpoint ------------------------------------------------------------------------------------
+
+def save(model, optimizer, form, folder, older=False):
+    """`older`: as versions without the name of the rule in `use_muon` saved."""
+    state = optimizer if form is None else dsd.get_optimizer_state_dict(model, optimizer, options=form)
+    if older and form is FLAT:
+        state = {key: True if key.endswith("use_muon") else value for key, value in state.items()}
+    elif older:
+        state = optimizer.state_dict() if form is None else state
+        state["param_groups"] = [{**group, "use_muon": True} for group in state["param_groups"]]
+    dcp.save({"optimizer": state}, checkpoint_id=folder)
+
+
+def load(model, optimizer, form, folder):
+    if form is None:
+        dcp.load({"optimizer": optimizer}, checkpoint_id=folder)
+        return
+    state = {"optimizer": dsd.get_optimizer_state_dict(model, optimizer, options=form)}
+    dcp.load(state, checkpoint_id=folder)
+    dsd.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=form)
+
+
+FORMS = pytest.mark.parametrize("form", [NESTED, FLAT, None], ids=["nested", "flat", "by itself"])
+
+
+@FORMS
+@pytest.mark.parametrize("saved, here, rule", [
+    ({"cls": "NorMuon"}, {}, "normuon"), ({"rule": "adamuon"}, {}, "adamuon"), ({"rule": "scion"}, {}, "scion"),
+    ({"rule": "dion3"}, {"cls": "NorMuon"}, "dion3")], ids=str)
+def test_dcp_refuses_another_rule(saved, here, rule, form, tmp_path):
+    """Groups of Muon and NorMuon ask the checkpoint for no key that only the other rule has."""
+    model, optimizer = model_and_optimizer(**saved)
+    step(model, optimizer, 1)
+    save(model, optimizer, form, tmp_path)
+    model, optimizer = model_and_optimizer(**here)
+    with pytest.raises(ValueError, match=f"group 0 was saved with rule='{rule}', but has"):
+        load(model, optimizer, form, tmp_path)
+
+
+@FORMS
+@pytest.mark.parametrize("older", [False, True], ids=["now", "older"])
+@pytest.mark.parametrize("options", [{"cls": "NorMuon"}, {"rule": "adamuon"}], ids=str)
+def test_dcp_loads_the_same_rule_also_from_older_versions(options, older, form, tmp_path):
+    model, optimizer = model_and_optimizer(**options)
+    step(model, optimizer, 1)
+    save(model, optimizer, form, tmp_path, older)
+    heir, resumed = model_and_optimizer(**options)
+    heir.load_state_dict(model.state_dict())
+    load(heir, resumed, form, tmp_path)
+    assert resumed.param_groups[0].keys() == optimizer.param_groups[0].keys()
+    assert resumed.param_groups[0]["use_muon"] is True
+    step(model, optimizer, 2)
+    step(heir, resumed, 2)
+    assert all(map(torch.equal, model.parameters(), heir.parameters()))
+
+
+def test_a_checkpoint_of_muon_loads_into_a_rule_without_further_state(tmp_path):
+    """As before: every rule takes the momentum of Muon."""
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer, 1)
+    save(model, optimizer, NESTED, tmp_path)
+    heir, resumed = model_and_optimizer(rule="scion")
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    state = {"optimizer": dsd.get_optimizer_state_dict(heir, resumed)}
+    dcp.load(state, checkpoint_id=tmp_path, planner=planner)
+    dsd.set_optimizer_state_dict(heir, resumed, state["optimizer"])
+    assert resumed.param_groups[0]["rule"] == "scion"
+    assert all(torch.equal(resumed.state[q]["momentum_buffer"], optimizer.state[p]["momentum_buffer"])
+               for p, q in zip(model.parameters(), heir.parameters()))
+
+
+# live changes ----------------------------------------------------------------------------------------------------
+
+CHANGES = {  # options of the group before, and the keys that change
+    "a rule with further state": ({}, {"rule": "adamuon", "beta2": 0.95, "sign": True}),
+    "a rule with less state": ({"rule": "hyperball"}, {"rule": "scion", "radius": 1.0}),
+    "lion to adamw": ({"use_muon": False, "rule": "lion"}, {"rule": "adamw", "eps": 1e-8}),
+    "adamw to sgd": ({"use_muon": False}, {"rule": "sgd", "momentum": 0.9, "nesterov": False}),
+    "mean to sum": ({}, {"momentum_form": "sum"}),
+    "sum to mean": ({"momentum_form": "sum"}, {"momentum_form": "ema"}),
+    "decay": ({}, {"decay": "initial"}),
+}
+
+
+def live(before, change, first, **options):
+    """(model, optimizer) after a live change, and after a step of the parameters from number `first` on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
+    optimizer = package().Muon([{"params": list(model.named_parameters()), **before}], lr=0.05, **options)
+    if change is None:
+        return model, optimizer
+    step(model, optimizer, 1)
+    optimizer.param_groups[0].update(change)
+    if first < 2:
+        step(model, optimizer, 2, first)
+    return model, optimizer
+
+
+def resumed(model, optimizer, before, change, load_into, **options):
+    """Whether two runs have equal bits: that of the optimizer, and one that goes on from its state."""
+    heir, again = live({**before, **change}, None, 2, **options)
+    heir.load_state_dict(model.state_dict())
+    load_into(again)
+    for seed in (3, 4):
+        step(model, optimizer, seed)
+        step(heir, again, seed)
+    return all(map(torch.equal, model.parameters(), heir.parameters()))
+
+
+@pytest.mark.parametrize("first", [2, 1], ids=["no step", "a step of one parameter"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_live_change_may_be_saved_before_every_parameter_was_stepped(name, first, tmp_path):
+    before, change = CHANGES[name]
+    file = tmp_path / "state.safetensors"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # keys that the rule does not read
+        model, optimizer = live(before, change, first)
+        held = {p: dict(state) for p, state in optimizer.state.items()}
+        saved = optimizer.state_dict()
+        package().export_state(optimizer, file)
+        for p, state in held.items():  # saving changes nothing
+            assert optimizer.state[p].keys() == state.keys()
+        assert resumed(*live(before, change, first), before, change, lambda again: again.load_state_dict(saved))
+        assert resumed(model, optimizer, before, change, lambda again: package().import_state(again, file))
+
+
+def of_owners(rank, world):
+    """Of state that owners keep: rows of new state are divided, too."""
+    before, change = {"use_muon": False, "rule": "lion"}, {"rule": "adamw", "eps": 1e-8}
+    options = {"process_group": dist.group.WORLD, "shard_state": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model, optimizer = live(before, change, 1, **options)
+        saved = optimizer.state_dict()
+        return resumed(model, optimizer, before, change, lambda again: again.load_state_dict(saved), **options)
+
+
+def test_a_live_change_of_state_at_owners(optimizer):
+    assert all(run_ranks(2, of_owners))
+
+
+def test_a_wrong_live_key_does_not_hinder_saving(optimizer):
+    model, muon = model_and_optimizer()
+    step(model, muon, 1)
+    muon.param_groups[0]["rule"] = "unknown"
+    assert len(muon.state_dict()["state"]) == 2
+
+
+def test_an_empty_state_dict_names_its_likely_cause(optimizer):
+    with pytest.raises(ValueError, match="no 'param_groups', only None.*Fabric's wrapper returns {} on all ranks but"):
+        model_and_optimizer()[1].load_state_dict({})
