@@ -179,3 +179,37 @@ def test_a_wrong_live_key_does_not_hinder_saving(optimizer):
 def test_an_empty_state_dict_names_its_likely_cause(optimizer):
     with pytest.raises(ValueError, match="no 'param_groups', only None.*Fabric's wrapper returns {} on all ranks but"):
         model_and_optimizer()[1].load_state_dict({})
+
+
+# another split ---------------------------------------------------------------------------------------------------
+
+THIRDS = {"rows": [4, 4, 4]}
+
+
+@pytest.mark.parametrize("way", ["live", "saved after it", "loaded"])
+@pytest.mark.parametrize("before, after", [(None, THIRDS), (THIRDS, None), ({"rows": [8, 4]}, {"rows": [4, 8]})],
+                         ids=str)
+def test_hyperball_keeps_the_norms_of_matrices_that_are_cut_otherwise(before, after, way, optimizer):
+    """The radius, a number of a whole matrix, has a shape that fits: weights jumped to the norms of other matrices."""
+    def made(split):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(12, 8) * torch.arange(1.0, 13.0)[:, None])
+        return weight, optimizer.Muon([{"params": [weight], "split": split}], lr=0.01, rule="hyperball")
+
+    weight, muon = made(before)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        weight.grad = torch.randn(weight.shape, generator=generator)
+        muon.step()
+    if way != "loaded":
+        muon.param_groups[0]["split"] = after
+    if way != "live":
+        heir, again = made(after)
+        again.load_state_dict(muon.state_dict())
+        heir.data.copy_(weight.data)
+        weight, muon = heir, again
+    sizes = after["rows"] if after else [12]
+    norms = [part.norm() for part in weight.detach().split(sizes)]
+    weight.grad = torch.randn(weight.shape, generator=generator)
+    muon.step()
+    torch.testing.assert_close([part.norm() for part in weight.detach().split(sizes)], norms, rtol=1e-3, atol=0)

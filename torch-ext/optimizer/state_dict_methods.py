@@ -157,10 +157,10 @@ class StateDictMethods(ForwardOverlapMethods):
             return super().state_dict()
 
     def _with_missing_keys(self) -> dict:
-        """`state` as the next step would begin from, after a live change of a group's rule."""
+        """`state` as the next step would begin from, after a live change of a group."""
         with create.outside_inference_mode():
             return create.with_missing_keys(
-                self.param_groups, self.state, self._options_by_group()
+                self.param_groups, self.state, self._options_by_group(), self._preparation.plans
             )
 
     @waits_for_updates

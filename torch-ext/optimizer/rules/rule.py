@@ -96,11 +96,15 @@ class State:
     "column" (1, C) or "matrix" (1, 1). `dtype`: as stored, fp32 or bf16; phases see fp32. State per
     element is sent to the owner and back in fp32 in every step, 8 bytes of traffic per element,
     unless owners store it (`state_at_owners`).
+
+    `of_matrix`: the number belongs to the whole matrix and is only repeated. It begins anew, at
+    zero, where `split` cuts a weight otherwise than before: the shape would fit.
     """
 
     key: str
     per: str = "element"
     dtype: torch.dtype = torch.float32
+    of_matrix: bool = False
 
 
 class Numbers:
@@ -480,6 +484,11 @@ def row_sharded_keys() -> tuple[str, ...]:
 def all_state_keys() -> tuple[str, ...]:
     """Return all keys of this package in the state of a parameter. Users may add keys there."""
     return (*row_sharded_keys(), "step")
+
+
+def matrix_keys() -> set[str]:
+    """Return the keys of state that are `State.of_matrix`."""
+    return {key for key, state in STATES.items() if state.of_matrix}
 
 
 def device_scalars(group: Mapping[str, Any]) -> list[float]:

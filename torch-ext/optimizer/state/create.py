@@ -35,6 +35,7 @@ from ..rules.rule import (
     all_state_keys,
     group_state_dtype,
     keys_of,
+    matrix_keys,
     row_sharded_keys,
     sharded_keys,
     state_device_and_dtype,
@@ -120,11 +121,41 @@ def complete_state(groups: list[dict], state: dict, options: Sequence[MuonConfig
             create_state(held, param, keys_of(group, param, dtype), dtype, split, rows, offloads)
 
 
-def with_missing_keys(groups: list[dict], state: dict, options: Sequence[MuonConfig]) -> dict:
-    """Return `state` with a completed copy of each parameter's state that lacks keys of its group,
-    as after a live change of the group's rule: zeros, as the next step would create them. `state`
-    itself stays unchanged, and parameters without state stay without. `options`: of each group.
+def begin_cut_state_anew(plans: Sequence[Plan], groups: Iterable[dict], state: dict) -> None:
+    """Delete state of whole matrices (`State.of_matrix`) of weights that `groups` cut into other
+    matrices than `plans`, the plans of earlier steps.
     """
+    for param, kept in _cut_anew(plans, groups, state).items():
+        for key in state[param].keys() - kept.keys():
+            del state[param][key]
+
+
+def _cut_anew(plans: Sequence[Plan], groups: Iterable[dict], state: dict) -> dict:
+    """Return {parameter: its state without numbers of whole matrices}, of weights that `groups` cut
+    otherwise than `plans`. State at the owners of matrices is left to its own checks.
+    """
+    keys, found = matrix_keys(), {}
+    before = {p: plan.split(i) for plan in plans for i, p in enumerate(plan.params)}
+    for group in groups:
+        if not any(not keys.isdisjoint(state.get(p, ())) for p in group["params"]):
+            continue
+        for param, split in zip(group["params"], splits_of(group)):
+            held = state.get(param, {})
+            stale = [key for key in keys & held.keys() if not at_owners.is_at_owners(held, key)]
+            if stale and before.get(param, split) != split:
+                found[param] = {key: value for key, value in held.items() if key not in stale}
+    return found
+
+
+def with_missing_keys(
+    groups: list[dict], state: dict, options: Sequence[MuonConfig], plans: Sequence[Plan]
+) -> dict:
+    """Return `state` with a completed copy of each parameter's state that lacks keys of its group,
+    as after a live change of the group's rule or split: zeros, as the next step would create them.
+    `state` itself stays unchanged, and parameters without state stay without. `options`: of each
+    group. `plans`: of earlier steps.
+    """
+    state = {**state, **cut} if (cut := _cut_anew(plans, groups, state)) else state
     copies = {}
     for group, own in zip(groups, options):
         offloads = bool(own.offload_state)

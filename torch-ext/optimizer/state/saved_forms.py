@@ -12,7 +12,7 @@ import torch
 
 from ..params.dtensor import is_dtensor, local_of, with_local
 from ..rules.elementwise import DTYPE_KEY
-from ..rules.rule import rule_of
+from ..rules.rule import rule_name, rule_of
 
 # Keys of a group that describe the model, missing from groups to which they were not given
 SPLITS = "split", "transposed", DTYPE_KEY
@@ -62,7 +62,7 @@ def with_rule_names(state_dict: dict) -> dict:
     """
     groups = [
         {**group, "use_muon": name}
-        if group["use_muon"] and (name := rule_of(group).name) != MUON
+        if group["use_muon"] and (name := rule_name(type(rule_of(group)))) != MUON
         else group
         for group in state_dict["param_groups"]
     ]

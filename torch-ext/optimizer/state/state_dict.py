@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -37,6 +37,7 @@ from ..rules.rule import (
     WIDE_KEYS,
     all_state_keys,
     group_state_dtype,
+    matrix_keys,
     rule_of,
     state_device_and_dtype,
     state_shape,
@@ -105,6 +106,7 @@ class Loading:
             )
         refuse_elsewhere(loaded)
         warn_of_saved_arguments(loaded["param_groups"], ARGUMENTS, self.options)
+        cuts = _saved_splits(loaded["param_groups"])
         groups = matched_groups(loaded["param_groups"], self.own)
         if list(map(_param_count, groups)) != list(map(_param_count, self.own)):
             # A checkpoint of torch.distributed.checkpoint without state: torch raises
@@ -114,7 +116,7 @@ class Loading:
         groups = list(map(with_own_precision, map(with_own_rule, groups, self.own), self.own))
         states = {key: without_holes(state) for key, state in loaded["state"].items()}
         loaded = {**loaded, "param_groups": groups, "state": states}
-        self.restored = restore(loaded, self.own, self.options)
+        self.restored = restore(loaded, self.own, self.options, cuts)
         # Elsewhere a state dict may lack state on purpose, as of parameters that were never stepped
         if called_by_checkpoint():
             _warn_of_missing_state(self.own, self.restored)
@@ -380,10 +382,30 @@ def _warn_of_missing_state(groups: list[dict], restored: dict) -> None:
         warn_caller(text)
 
 
-def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> dict:
+def _saved_splits(saved: list[dict]) -> dict[int, Split]:
+    """Return {number in the state dict: how the parameter was cut} of parameters of saved groups.
+    Groups of torch.distributed.checkpoint, with names or `without_splits`, do not say it.
+    """
+    found = {}
+    for group in saved:
+        is_numbered = all(isinstance(key, int) for key in group["params"])
+        if not is_numbered or any(group.get(key) == {} for key in SPLITS):
+            continue
+        with contextlib.suppress(TypeError, ValueError):  # damaged; it is not loaded anyway
+            found.update(zip(group["params"], splits_of(group)))
+    return found
+
+
+def restore(
+    loaded: dict,
+    groups: list[dict],
+    options: Sequence[MuonConfig],
+    cuts: Mapping[object, Split],
+) -> dict:
     """Return {parameter: copy of the saved state, in the dtype and placements of the optimizer}.
 
     `loaded`: a state dict with an equal number of groups and parameters. `options`: of each group.
+    `cuts`: of `_saved_splits`; state of whole matrices that were cut otherwise is left out.
     Tensors with other placements than the parameter's are redistributed; for DTensors that is
     collective. Raises ValueError, with the parameter's name, for state that does not fit.
     """
@@ -397,7 +419,10 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
         check_not_offloaded(number, as_saved, options[number])
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
-                members.append((param, as_saved, name_of(group, i), loaded["state"][key]))
+                state = loaded["state"][key]
+                if isinstance(state, dict) and cuts.get(key, splits[param]) != splits[param]:
+                    state = {k: v for k, v in state.items() if k not in matrix_keys()}
+                members.append((param, as_saved, name_of(group, i), state))
                 saved_groups.append(saved)
     of_param = {p: own for group, own in zip(groups, options) for p in group["params"]}
     refusal = None

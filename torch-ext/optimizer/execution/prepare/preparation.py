@@ -114,6 +114,11 @@ class Preparation:
         # Comparisons of gradients that `check_plans` left for the next step
         self._uncompared: list[Callable[[], None]] = []
 
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans of the last step; [] if they were dropped since."""
+        return self._plans[False] + self._plans[True]
+
     def is_current(self, groups: Sequence[dict], state: dict, *more: object) -> bool:
         """Whether `bound` can step with the current gradients. Runs the collective comparisons left
         by the last plan. `more`: further values that `bound` depends on.
@@ -162,13 +167,15 @@ class Preparation:
             if key != self._plan_keys[alone] or lost:
                 if hook is not None:
                     hook.before_state_moves(state)
+                changed = [group for part in parts for group in part.groups]
+                create.begin_cut_state_anew(self._plans[alone], changed, state)
                 self._plans[alone], later = make_plans(
                     parts, state, compared, own, self.process_groups, alone
                 )
                 self._uncompared += later
                 self._plan_keys[alone] = key
                 self._memory_key = self._param_forms = self.fingerprint = None
-        plans = self._plans[False] + self._plans[True]
+        plans = self.plans
         params = [p for plan in plans for p in plan.params]
         self.place.pack(plans, state, groups)
         key = *memory_key(params, state, groups), scaled, collects

@@ -23,7 +23,7 @@ class Hyperball(Rule):
     """See the module. A weight of zeros has no radius and stays zero."""
 
     name = "hyperball"
-    state = (State("radius", per="row"),)
+    state = (State("radius", per="row", of_matrix=True),)
     sends = {"keep": "matrix", "step": "matrix"}
     reads_weight = True
     fused = True
