@@ -115,8 +115,9 @@ class Loading:
         groups = list(map(with_momentum_steps, groups, self.own))
         groups = list(map(with_own_precision, map(with_own_rule, groups, self.own), self.own))
         states = {key: without_holes(state) for key, state in loaded["state"].items()}
+        _begin_cut_state_anew(states, groups, self.own, cuts)
         loaded = {**loaded, "param_groups": groups, "state": states}
-        self.restored = restore(loaded, self.own, self.options, cuts)
+        self.restored = restore(loaded, self.own, self.options)
         # Elsewhere a state dict may lack state on purpose, as of parameters that were never stepped
         if called_by_checkpoint():
             _warn_of_missing_state(self.own, self.restored)
@@ -396,16 +397,22 @@ def _saved_splits(saved: list[dict]) -> dict[int, Split]:
     return found
 
 
-def restore(
-    loaded: dict,
-    groups: list[dict],
-    options: Sequence[MuonConfig],
-    cuts: Mapping[object, Split],
-) -> dict:
+def _begin_cut_state_anew(
+    states: dict, saved: list[dict], own: list[dict], cuts: Mapping[object, Split]
+) -> None:
+    """Leave numbers of whole matrices (`State.of_matrix`) out of `states`, in place of its entries,
+    for parameters that were cut otherwise than by the own groups. `cuts`: of `_saved_splits`.
+    """
+    for group, matched in zip(own, saved):
+        for key, split in zip(matched["params"], splits_of(group)):
+            if cuts.get(key, split) != split and isinstance(states.get(key), dict):
+                states[key] = {k: v for k, v in states[key].items() if k not in matrix_keys()}
+
+
+def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> dict:
     """Return {parameter: copy of the saved state, in the dtype and placements of the optimizer}.
 
     `loaded`: a state dict with an equal number of groups and parameters. `options`: of each group.
-    `cuts`: of `_saved_splits`; state of whole matrices that were cut otherwise is left out.
     Tensors with other placements than the parameter's are redistributed; for DTensors that is
     collective. Raises ValueError, with the parameter's name, for state that does not fit.
     """
@@ -419,10 +426,7 @@ def restore(
         check_not_offloaded(number, as_saved, options[number])
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
-                state = loaded["state"][key]
-                if isinstance(state, dict) and cuts.get(key, splits[param]) != splits[param]:
-                    state = {k: v for k, v in state.items() if k not in matrix_keys()}
-                members.append((param, as_saved, name_of(group, i), state))
+                members.append((param, as_saved, name_of(group, i), loaded["state"][key]))
                 saved_groups.append(saved)
     of_param = {p: own for group, own in zip(groups, options) for p in group["params"]}
     refusal = None
