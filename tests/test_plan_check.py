@@ -409,3 +409,30 @@ def test_gradients_are_compared_after_a_step_that_only_creates_state(optimizer, 
                         lambda differ, ranks: found.append([c.name for c in differ]))
     run_threads(2, after_a_step_that_creates_state)
     assert found == [[], ["b"]]
+
+
+def loaded_alone(rank, world, ranks):
+    """A state dict that only some ranks load into a new optimizer."""
+    def stepped(saved=None):
+        params = [nn.Parameter(torch.ones(8, 6)), nn.Parameter(torch.ones(8))]
+        groups = [{"params": [("w", params[0])]}, {"params": [("b", params[1])], "use_muon": False}]
+        optimizer = package().Muon(groups, process_group=dist.group.WORLD)
+        if saved is not None and rank in ranks:
+            optimizer.load_state_dict(saved)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        return optimizer
+
+    saved = stepped().state_dict()
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        stepped(saved)
+    return [str(message.message) for message in messages if message.category is UserWarning]
+
+
+def test_a_checkpoint_that_only_some_ranks_load_is_told_once(optimizer):
+    told, silent = run_ranks(2, loaded_alone, (0,))
+    assert len(told) == 1 and "ranks 1 have no state of 2 parameters, of which other ranks of 0, 1 have" in told[0], told
+    assert silent == [] and run_ranks(2, loaded_alone, (0, 1)) == run_ranks(2, loaded_alone, ()) == [[], []]

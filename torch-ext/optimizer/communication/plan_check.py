@@ -14,7 +14,7 @@ import itertools
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,18 +95,21 @@ FACTS = (
     "number of parameters",
     "parameters",
     "buckets (workspace_bytes, or GPUs of other memory)",
+    "number of parameters with state",
     'strides that split="flatten" cannot view',
 )
+NOT_COMPARED = 2  # the last of FACTS, which ranks need not have in common
 COMPARED_ELEMENTS = 4  # first elements of a replica that ranks compare
 TOLERANCE = 1e-3  # relative difference above which replicas count as different
 
 
 def check_plans(
-    plans: list[Plan], options: MuonConfig, process_groups: ProcessGroups
+    plans: list[Plan], options: MuonConfig, process_groups: ProcessGroups, state: Mapping
 ) -> list[Callable[[], None]]:
     """Compare plans over every set of ranks with common parameters, and create their process
     groups. Raises RuntimeError if ranks differ, and NotImplementedError if some rank has strides
-    of a parameter that its split cannot view.
+    of a parameter that its split cannot view. Warns if only some ranks have `state`, the
+    optimizer's before missing state is created.
 
     Returns comparisons to call in the next step, collectively: of gradients, if all gradients are
     zero in a step with lr 0, by which torch.distributed.checkpoint creates state.
@@ -126,7 +129,8 @@ def check_plans(
             for entry in _param_digests(plan, sorted(numbers), known)
         ]
         digests, values = _fact_digests(ranks, members, params, options)
-        facts = [*digests, _first_not_viewable(members)]
+        with_state = sum(bool(state.get(p.params[i])) for p, numbers in members for i in numbers)
+        facts = [*digests, with_state, _first_not_viewable(members)]
         with errors.during(f"the comparison of plans of ranks {ranks}"):
             device = local_of(members[0][0].params[0]).device
             # In a shared group: dedicated groups exist only with overlap, which may be on for some
@@ -245,7 +249,7 @@ def _fact_digests(
     params: list[tuple[str, int]],
     options: MuonConfig,
 ) -> tuple[list[int], list[object]]:
-    """Return an integer for each of FACTS but the last, and the values of the first facts, to be
+    """Return an integer for each of FACTS but NOT_COMPARED, and the values of the first facts, to be
     shown if they differ. `members`: [(plan, indices of the parameters that `ranks` have in
     common)].
     """
@@ -386,7 +390,7 @@ def _compare(
     """
     ranks = dist.get_process_group_ranks(group)
     rows = gather_integers(facts, group, device)
-    for index, fact in enumerate(FACTS[:-1]):
+    for index, fact in enumerate(FACTS[:-NOT_COMPARED]):
         odd = _minority(ranks, [row[index] for row in rows])
         # All ranks have equal rows, so that all take part in the second gather or none does
         if odd and fact == "parameters":
@@ -408,6 +412,13 @@ def _compare(
         where = ", ".join(str(rank) for rank, place in places.items() if place == first)
         refusal = NOT_VIEWABLE.format(f"as on ranks {where}")
         raise NotImplementedError(f"parameter {params[first - 1][0]}: {refusal}")
+    without = [rank for rank, row in zip(ranks, rows) if not row[-NOT_COMPARED]]
+    if 0 < len(without) < len(ranks) and this_rank() == min(ranks):
+        warn_caller(
+            f"ranks {_shortened_list(without)} have no state of {len(params)} parameters, of which "
+            f"other ranks of {_shortened_list(ranks)} have state: momentum and averages begin at "
+            "zero there, and not on the other ranks. Load a checkpoint on all ranks"
+        )
 
 
 def _shown(value: object) -> str:

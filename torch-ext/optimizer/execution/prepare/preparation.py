@@ -60,7 +60,7 @@ def make_plans(
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
     # remaining ranks wait in `check_plans`
     create.check_held_state(plans, state, options.state_dtype)
-    later = check_plans(plans, options, process_groups)
+    later = check_plans(plans, options, process_groups, state)
     create.prepare_state(plans, state, options)
     return plans, later
 
