@@ -249,9 +249,9 @@ def _fact_digests(
     params: list[tuple[str, int]],
     options: MuonConfig,
 ) -> tuple[list[int], list[object]]:
-    """Return an integer for each of FACTS but NOT_COMPARED, and the values of the first facts, to be
-    shown if they differ. `members`: [(plan, indices of the parameters that `ranks` have in
-    common)].
+    """Return an integer for each of FACTS but the last NOT_COMPARED, and the values of the first
+    facts, to be shown if they differ. `members`: [(plan, indices of the parameters that `ranks`
+    have in common)].
     """
     plans = [plan for plan, _ in members]
     device = local_of(plans[0].params[0]).device
