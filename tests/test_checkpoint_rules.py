@@ -154,19 +154,22 @@ def test_a_live_change_may_be_saved_before_every_parameter_was_stepped(name, fir
         assert resumed(model, optimizer, before, change, lambda again: package().import_state(again, file))
 
 
-def of_owners(rank, world):
-    """Of state that owners keep: rows of new state are divided, too."""
+def of_owners(rank, world, gathered):
+    """Of state that owners keep: rows of new state are divided, too, also where all ranks gather them."""
     before, change = {"use_muon": False, "rule": "lion"}, {"rule": "adamw", "eps": 1e-8}
     options = {"process_group": dist.group.WORLD, "shard_state": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         model, optimizer = live(before, change, 1, **options)
+        if gathered:
+            optimizer.consolidate_state_dict(to=None)
         saved = optimizer.state_dict()
         return resumed(model, optimizer, before, change, lambda again: again.load_state_dict(saved), **options)
 
 
-def test_a_live_change_of_state_at_owners(optimizer):
-    assert all(run_ranks(2, of_owners))
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_live_change_of_state_at_owners(gathered, optimizer):
+    assert all(run_ranks(2, of_owners, gathered))
 
 
 def test_a_wrong_live_key_does_not_hinder_saving(optimizer):

@@ -146,7 +146,7 @@ class StateDictMethods(ForwardOverlapMethods):
         # torch.distributed.checkpoint saves the parts of all ranks: a consolidated state is no help
         gathered = None if by_checkpoint else self._consolidated
         if gathered is not None and gathered.is_current(named, self.state):
-            with self._showing(gathered.whole_state(named, self.state)):
+            with self._showing(gathered.whole_state(named, self._with_missing_keys())):
                 return gathered.mark(super().state_dict())
         self._find_world()
         complete, state = (self.init_state, self.state) if creates else (None, None)
@@ -186,7 +186,9 @@ class StateDictMethods(ForwardOverlapMethods):
         check_target(to, shared[0][0], is_common)
         self._check_state()
         self._consolidated = None  # an error must not leave an earlier result
-        self._consolidated = consolidate(self.state, named, shared, to)
+        self._consolidated = consolidate(
+            self.state, self._with_missing_keys(), named, shared, to
+        )
 
     def _check_state(self) -> None:
         """Before state is read: warn after a step that failed half-way, raise RuntimeError if

@@ -67,12 +67,14 @@ class Consolidated:
         return state_dict if self.elsewhere is None else {**state_dict, ELSEWHERE: self.elsewhere}
 
 
-def consolidate(state: dict, named: dict, shared: Sequence[Shared], to: int | None) -> Consolidated:
+def consolidate(
+    state: dict, complete: dict, named: dict, shared: Sequence[Shared], to: int | None
+) -> Consolidated:
     """Gather the state on rank `to` of the process group, None: on every rank. Collective. Raises
     RuntimeError before any collective if not all ranks of a group call with an equal `to`.
 
-    `named`: {parameter: name} of all parameters. `shared`: as in `state_for_checkpoint`; a single
-    entry unless `to` is None.
+    `complete`: of `create.with_missing_keys`. `named`: {parameter: name} of all parameters.
+    `shared`: as in `state_for_checkpoint`; a single entry unless `to` is None.
     """
     call = f"consolidate_state_dict(to={to})"
     with errors.during(f"{call}, which all ranks of process_group call together"):
@@ -81,7 +83,7 @@ def consolidate(state: dict, named: dict, shared: Sequence[Shared], to: int | No
             wait_for_all(group, call, ADVICE)
         whole = {}
         for group, members in shared:
-            whole |= gather(state, members, group, to)
+            whole |= gather(complete, members, group, to)
     group = shared[0][0]
     elsewhere = None if to in (None, group.rank()) else dist.get_global_rank(group, to)
     return Consolidated(whole, elsewhere, _fingerprint(named, state))
