@@ -69,7 +69,7 @@ def with_rule_names(state_dict: dict) -> dict:
     return {**state_dict, "param_groups": groups}
 
 
-def shown_rule(saved: dict) -> str | None:
+def saved_rule_name(saved: dict) -> str | None:
     """Return the name of the rule that `with_rule_names` put into a saved group; None for Muon's
     rule, AdamW and groups of other sources.
     """

@@ -46,7 +46,7 @@ from .consolidated import refuse_elsewhere
 from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
 from .momentum.conversion import as_tensor, in_8_bits, way_out, with_own_momentum
 from .peers.facts import check_source, going_on_from_adamw, listed
-from .saved_forms import SPLITS, called_by_checkpoint, shown_rule
+from .saved_forms import SPLITS, called_by_checkpoint, saved_rule_name
 from .shard_check import check_shards
 from .weights.split import check_not_offloaded, check_rest, warn_of_rests, with_own_precision
 
@@ -486,7 +486,7 @@ def with_own_kind(saved: dict, own: dict) -> dict:
     """Return the options `saved` with the own `use_muon`, which is of the same kind, in place of
     the name of a rule.
     """
-    return {**saved, "use_muon": own["use_muon"]} if shown_rule(saved) else saved
+    return {**saved, "use_muon": own["use_muon"]} if saved_rule_name(saved) else saved
 
 
 def with_momentum_steps(saved: dict, own: dict) -> dict:
@@ -575,7 +575,7 @@ def check_same_rule(number: int, group: dict, saved: dict) -> None:
     """
     if group["use_muon"]:
         # `beta2` of torch.distributed.checkpoint may be a key of this optimizer alone
-        was = shown_rule(saved) or saved.get("rule") or ("normuon" if "beta2" in saved else None)
+        was = saved_rule_name(saved) or saved.get("rule") or ("normuon" if "beta2" in saved else None)
         now = group.get("rule") or ("normuon" if "beta2" in group else "muon")
     else:
         # Groups of torch's AdamW, and of AdamW here, have betas and no rule
