@@ -177,6 +177,10 @@ def test_a_wrong_live_key_does_not_hinder_saving(optimizer):
     step(model, muon, 1)
     muon.param_groups[0]["rule"] = "unknown"
     assert len(muon.state_dict()["state"]) == 2
+    model, muon = model_and_optimizer(rule="hyperball")
+    step(model, muon, 1)
+    muon.param_groups[0]["split"] = "unknown"
+    assert len(muon.state_dict()["state"]) == 2
 
 
 def test_an_empty_state_dict_names_its_likely_cause(optimizer):

@@ -137,9 +137,13 @@ def _cut_anew(plans: Sequence[Plan], groups: Iterable[dict], state: dict) -> dic
     keys, found = matrix_keys(), {}
     before = {p: plan.split(i) for plan in plans for i, p in enumerate(plan.params)}
     for group in groups:
-        if not any(not keys.isdisjoint(state.get(p, ())) for p in group["params"]):
+        if all(keys.isdisjoint(state.get(p, ())) for p in group["params"]):
             continue
-        for param, split in zip(group["params"], splits_of(group)):
+        try:
+            splits = splits_of(group)
+        except (TypeError, ValueError):  # a wrong split, which the next step refuses
+            continue
+        for param, split in zip(group["params"], splits):
             held = state.get(param, {})
             stale = [key for key in keys & held.keys() if not at_owners.is_at_owners(held, key)]
             if stale and before.get(param, split) != split:

@@ -58,7 +58,7 @@ def with_rule_names(state_dict: dict) -> dict:
 
     torch.distributed.checkpoint reads only the keys that the loading optimizer has. Groups of Muon
     and NorMuon have no key `rule`, and a new key would be missing in older checkpoints. `use_muon`
-    is in all of them, and a name is true in older versions of the package, too.
+    is in all of them. Older versions of the package refuse the name, with an error.
     """
     groups = [
         {**group, "use_muon": name}

@@ -101,8 +101,7 @@ class Loading:
             raise ValueError(
                 f"the state dict has no {min(missing)!r}, only "
                 f"{shortened(', '.join(map(repr, loaded))) or None}: "
-                "pass what an optimizer's state_dict() has returned"
-                + EMPTY * (not loaded)
+                "pass what an optimizer's state_dict() has returned" + EMPTY * (not loaded)
             )
         refuse_elsewhere(loaded)
         warn_of_saved_arguments(loaded["param_groups"], ARGUMENTS, self.options)
@@ -575,7 +574,8 @@ def check_same_rule(number: int, group: dict, saved: dict) -> None:
     """
     if group["use_muon"]:
         # `beta2` of torch.distributed.checkpoint may be a key of this optimizer alone
-        was = saved_rule_name(saved) or saved.get("rule") or ("normuon" if "beta2" in saved else None)
+        was = saved_rule_name(saved) or saved.get("rule")
+        was = was or ("normuon" if "beta2" in saved else None)
         now = group.get("rule") or ("normuon" if "beta2" in group else "muon")
     else:
         # Groups of torch's AdamW, and of AdamW here, have betas and no rule
