@@ -231,6 +231,14 @@ def test_heads_by_type():
     assert taken(body__crit=adaptive, objective=loss) == set()
 
 
+def test_a_model_inside_a_loss_module():
+    """sentence-transformers' SoftmaxLoss holds the model beside a head of its own; wrappers are called ModelWithLoss."""
+    model = nest(embed=nn.Embedding(40, 8), layers__0=linear(), lm_head=linear(40))
+    loss = type("SoftmaxLoss", (nn.Module,), {})()
+    loss.model, loss.classifier = nn.Sequential(model), linear(3, 24)
+    assert {name for name, use_muon in split(loss).items() if use_muon} == {"model.0.layers.0.weight"}
+
+
 def test_a_head_of_another_width_than_the_embedding():
     """RemBERT: (vocabulary, 24) beside an embedding (vocabulary, 8). What a later layer takes is no head."""
     assert taken(tokens=nn.Embedding(40, 8), cls__predictions__out=linear(40, 24)) == set()

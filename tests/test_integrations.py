@@ -10,6 +10,7 @@ import copy
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,6 +255,18 @@ def test_world_is_found_when_the_factory_is_called():
     assert alone._options.process_group is None and not alone._options.shard_state
     unreduced = built(process_group="world", grads_are_reduced=False)
     assert unreduced._options.process_group is None and unreduced._options.grads_are_reduced
+
+
+def test_world_before_the_processes_know_each_other_warns(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="torch.distributed is not initialized yet, though WORLD_SIZE is 2: each"):
+        early = built(process_group="world", shard_state=True)
+    assert early._options.process_group is None
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        built(process_group="world")
+        built()
 
 
 WRONG = {

@@ -79,3 +79,47 @@ def test_accelerate(tmp_path):
     assert ddp["unclipped"] == shard_state["unclipped"] == fsdp2["unclipped"] != ddp["straight"]
     assert ddp["straight"] == shard_state["straight"]
     assert ddp["norms"][0] > 0.5 and fsdp2["norms"][0] == pytest.approx(ddp["norms"][0], rel=1e-6)
+
+
+@pytest.mark.parametrize("of_loss", [False, True], ids=["model", "loss"])
+def test_sentence_transformers(tmp_path, of_loss):
+    """By `optimizer_cls_and_kwargs` without the weights of the loss; by `optimizers` with them. Resumed with equal bits
+    of what sentence-transformers saves, which is not the loss.
+    """
+    for name in ("sentence_transformers", "datasets"):
+        pytest.importorskip(name)
+    import sentence_transformers as st
+    from datasets import Dataset
+    from sentence_transformers import models
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
+    BertModel(BertConfig(vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                         intermediate_size=64, max_position_embeddings=32)).save_pretrained(tmp_path / "bert")
+    data = Dataset.from_dict({"a": [f"w{i % 40}" for i in range(48)], "b": [f"w{i % 7}" for i in range(48)],
+                              "label": [i % 3 for i in range(48)]})
+
+    def train(resume=None):
+        torch.manual_seed(0)
+        model = st.SentenceTransformer(modules=[models.Transformer(str(tmp_path / "bert")), models.Pooling(32)])
+        args = st.SentenceTransformerTrainingArguments(
+            str(tmp_path / "out"), max_steps=4, save_steps=2, per_device_train_batch_size=4, report_to=[],
+            disable_tqdm=True, use_cpu=True)
+        loss = st.losses.SoftmaxLoss(model, 32, 3)
+        first = loss.classifier.weight.detach().clone()
+        config = {"lr": 1e-3, "process_group": "world"}
+        chosen = {"optimizers": (package().MuonFactory()(loss, **config), None)} if of_loss else {
+            "optimizer_cls_and_kwargs": (package().MuonFactory, config)}
+        trainer = st.SentenceTransformerTrainer(model, args, train_dataset=data, loss=loss, **chosen)
+        trainer.train(resume_from_checkpoint=resume)
+        names = [name for group in trainer.optimizer.optimizer.param_groups if group["use_muon"]
+                 for name in group["param_names"]]
+        return [p.detach() for p in model.parameters()], names, not torch.equal(first, loss.classifier.weight)
+
+    weights, names, moved = train()
+    assert len(names) == 13 and all(".encoder." in name or ".pooler." in name for name in names)
+    assert moved == of_loss
+    resumed = train(str(tmp_path / "out" / "checkpoint-2"))[0]
+    assert of_loss or all(map(torch.equal, weights, resumed))

@@ -8,7 +8,9 @@ import contextlib
 import difflib
 import fnmatch
 import inspect
+import os
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
@@ -237,6 +239,7 @@ def dtype_of(key: str, given: object) -> object:
 def process_group_of(given: object) -> object:
     """The process group of the value of `process_group`: "world" is the default group, and None
     in a program of one process. Raises ConfigError for numbers, lists, mappings and other texts.
+    Warns where a launcher started several processes that do not know each other yet.
     """
     is_text = isinstance(given, str)
     if isinstance(given, (bool, int, float, list, Mapping)) or (is_text and given != "world"):
@@ -245,9 +248,17 @@ def process_group_of(given: object) -> object:
         )
     if not is_text:
         return given
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
-    return dist.group.WORLD
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD if dist.get_world_size() > 1 else None
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        warnings.warn(
+            "process_group: 'world' means None, because torch.distributed is not initialized yet, "
+            f"though WORLD_SIZE is {os.environ['WORLD_SIZE']}: each process steps all matrices, "
+            "and shard_state and grads_are_reduced have no effect. Build the optimizer after "
+            "torch.distributed.init_process_group",
+            stacklevel=2,
+        )
+    return None
 
 
 def clip_of(given: object, model: nn.Module) -> object:

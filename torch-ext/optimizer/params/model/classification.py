@@ -194,7 +194,7 @@ def _head(param: torch.Tensor, place: Place, structure: Structure) -> Kind | Non
     and place.
     """
     path, module = structure.place_in_model(place)
-    if any(LOSS.search(type(structure.modules.get(above)).__name__) for above in upwards(path)):
+    if _is_of_loss(path, structure):
         return Kind(HEADS, "head")
     weight = param
     # An adapter of a head trains a head: the layer below the adapter decides
@@ -219,6 +219,22 @@ def _head(param: torch.Tensor, place: Place, structure: Structure) -> Kind | Non
         )
     )
     return Kind(HEADS, "head") if found else None
+
+
+def _is_of_loss(path: str, structure: Structure) -> bool:
+    """Whether the layer at `path` is a loss module, a child of a loss module, or part of torch's
+    adaptive softmax. Deeper layers may be of a model that the loss module holds, as in
+    sentence-transformers, and are no heads for that.
+    """
+    for above in upwards(path):
+        module = structure.modules.get(above)
+        if LOSS.search(type(module).__name__) and (
+            isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)
+            or above == path
+            or above == path.rpartition(".")[0]
+        ):
+            return True
+    return False
 
 
 def _is_head_of(unit: str, path: str, rows: int, linear: bool, structure: Structure) -> bool:
