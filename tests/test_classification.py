@@ -232,7 +232,7 @@ def test_heads_by_type():
 
 
 def test_a_model_inside_a_loss_module():
-    """sentence-transformers' SoftmaxLoss holds the model beside a head of its own; wrappers are called ModelWithLoss."""
+    """sentence-transformers' SoftmaxLoss holds the model beside a head of its own."""
     model = nest(embed=nn.Embedding(40, 8), layers__0=linear(), lm_head=linear(40))
     loss = type("SoftmaxLoss", (nn.Module,), {})()
     loss.model, loss.classifier = nn.Sequential(model), linear(3, 24)

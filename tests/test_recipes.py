@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the documents are not
 
 def recipe(section: str) -> str:
     """The first code block of a section."""
-    text = re.split(rf"^###? {re.escape(section)}\n", PAGE.read_text(encoding="utf-8"), maxsplit=1, flags=re.MULTILINE)[1]
+    text = PAGE.read_text(encoding="utf-8").partition(f"# {section}\n")[2]
     return re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
 
 

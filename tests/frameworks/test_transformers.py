@@ -90,7 +90,7 @@ def test_sentence_transformers(tmp_path, of_loss):
         pytest.importorskip(name)
     import sentence_transformers as st
     from datasets import Dataset
-    from sentence_transformers import models
+    from sentence_transformers import losses, models
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
@@ -107,7 +107,7 @@ def test_sentence_transformers(tmp_path, of_loss):
         args = st.SentenceTransformerTrainingArguments(
             str(tmp_path / "out"), max_steps=4, save_steps=2, per_device_train_batch_size=4, report_to=[],
             disable_tqdm=True, use_cpu=True)
-        loss = st.losses.SoftmaxLoss(model, 32, 3)
+        loss = losses.SoftmaxLoss(model, 32, 3)
         first = loss.classifier.weight.detach().clone()
         config = {"lr": 1e-3, "process_group": "world"}
         chosen = {"optimizers": (package().MuonFactory()(loss, **config), None)} if of_loss else {

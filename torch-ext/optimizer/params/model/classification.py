@@ -190,7 +190,7 @@ def _learned(param: torch.Tensor, place: Place, structure: Structure) -> Kind | 
 
 
 def _head(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Output layers: by type of an enclosing loss module, by vocabulary size, by use, or by name
+    """Output layers: by type of a loss module, by vocabulary size, by use, or by name
     and place.
     """
     path, module = structure.place_in_model(place)
