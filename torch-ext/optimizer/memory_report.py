@@ -38,6 +38,7 @@ from .planning.plan import Bucket
 from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan, has_plain
 from .qk_clip.clip import QKClip, unattached
+from .rank_classes import BucketParts, parameter_forms, representatives
 from .report import as_bytes
 from .rules.elementwise import (
     MAX_COPIED_ELEMENTS,
@@ -65,7 +66,6 @@ HEADS = ("kind", "what", "where", "this rank", "largest rank")
 # (kind, what, group, dtype, where) of a row
 Key = tuple[str, str, int | None, str | None, str]
 ASSUMED_GPU = "sm90"  # architecture whose measured times are used for parameters on the meta device
-PartsOf = Callable[[int], list[tuple[Bucket, RankPlan]]]
 # Classes of plans, which hold numbers only: `_tensors_in` does not search inside
 PLANNED = (Plan, Bucket, RankPlan, Piece, Layout, MuonConfig)
 
@@ -171,7 +171,7 @@ class ForecastPlanner(Planner):
         self.row_shards = row_shards
         self.gpu_bytes = gpu_bytes
         # Id of the `rank_plans` of a plan -> how to find those of other ranks
-        self.parts_of: dict[int, PartsOf] = {}
+        self.parts_of: dict[int, BucketParts] = {}
 
     def _find_hardware(self, params: Sequence[torch.Tensor], process_group: object) -> None:
         """Take the GPU of the constructor for parameters on the meta device."""
@@ -199,13 +199,9 @@ class ForecastPlanner(Planner):
         self, buckets: Sequence[Bucket], rank_plan: Callable[[Bucket, int], RankPlan]
     ) -> list[tuple[Bucket, RankPlan]]:
         """Keep how to find the parts of other ranks."""
-
-        def parts_of(rank: int) -> list[tuple[Bucket, RankPlan]]:
-            """Return the parts of the buckets on a rank."""
-            return [(b, rank_plan(b, rank)) for b in buckets if rank in b.ranks]
-
-        mine = parts_of(self.rank)
-        self.parts_of[id(mine)] = parts_of
+        parts = BucketParts(buckets, rank_plan)
+        mine = parts(self.rank)
+        self.parts_of[id(mine)] = parts
         return mine
 
 
@@ -261,7 +257,7 @@ def plans_of(
     groups: Sequence[dict],
     options: MuonConfig,
     options_by_group: Sequence[MuonConfig],
-) -> list[tuple[Plan, PartsOf | None]]:
+) -> list[tuple[Plan, BucketParts | None]]:
     """Return [(plan of this rank, rank -> parts of the buckets on the rank)] of a first step with
     gradients of all parameters that require one. None: a plan without buckets. Sends nothing.
 
@@ -296,7 +292,7 @@ def _members(
 
 
 def predicted(
-    plans: Sequence[tuple[Plan, PartsOf | None]],
+    plans: Sequence[tuple[Plan, BucketParts | None]],
     groups: Sequence[dict],
     options: MuonConfig,
     rank_shown: int,
@@ -307,13 +303,16 @@ def predicted(
     """
     ranks = sorted({rank for plan, _ in plans for x in plan.layouts for rank in x.ranks})
     numbers = {id(group): number for number, group in enumerate(groups)}
+    offloads = bool(options.offload_state)
+    forms = [parameter_forms(plan, numbers, offloads) for plan, _ in plans]
+    chosen = {*representatives(plans, ranks, offloads), *{rank_shown}.intersection(ranks)}
     by_rank = {}
-    for rank in ranks or [rank_shown]:
+    for rank in sorted(chosen) or [rank_shown]:
         of_rank = [
             plan if parts_of is None else replace(plan, rank_plans=parts_of(rank))
             for plan, parts_of in plans
         ]
-        by_rank[rank] = _bytes_at(rank, of_rank, numbers, options)
+        by_rank[rank] = _bytes_at(rank, of_rank, forms, numbers, options)
     largest = max(by_rank, key=lambda rank: sum(by_rank[rank].values()))
     mine = by_rank.get(rank_shown, Counter())
     if measured_bytes is not None:
@@ -337,25 +336,30 @@ COPIES: Key = ("temporary", "temporaries of elementwise rules", None, None, "dev
 
 
 def _bytes_at(
-    rank: int, plans: Sequence[Plan], numbers: Mapping[int, int], options: MuonConfig
+    rank: int,
+    plans: Sequence[Plan],
+    forms: Sequence[list[list[int]]],
+    numbers: Mapping[int, int],
+    options: MuonConfig,
 ) -> Counter:
-    """Return key of a row -> bytes at a rank. `plans`: with the buckets of the rank. `numbers`: id
-    of a group -> number of the group.
+    """Return key of a row -> bytes at a rank. `plans`: with the buckets of the rank. `forms`: of
+    each plan, see `parameter_forms`. `numbers`: id of a group -> number of the group.
     """
     found, offloaded = Counter(), 0  # elements of parameters with offloaded state
     uncut = 0  # bytes of the largest piece that stays whole
     kept = KeptBytes(options.offload_state) if options.offload_state else None
-    for plan in plans:
-        for i, param in enumerate(plan.params):
+    for plan, alike in zip(plans, forms):
+        for i, *others in alike:
+            param, count = plan.params[i], 1 + len(others)
             number = numbers[id(plan.group_at(i))]
             numel = _numel_at(rank, plan.layouts[i])
             dtypes = {"weights": param.dtype, "gradients": gradient_dtype(param)}
             for kind, dtype in dtypes.items():
-                found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
+                found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize * count
             state = Counter()
             for key in keys_of(plan.group_at(i), param, options.state_dtype):
                 state.update(_state_at(rank, plan, i, key, number, options, kept))
-            found.update(state)
+            found.update({key: n * count for key, n in state.items()})
             on_host = {key: n for key, n in state.items() if key[-1] == "host" and n}
             offloaded += numel * any(on_host)
             sizes = [getattr(torch, key[3]).itemsize for key in on_host]
