@@ -49,7 +49,7 @@ MODELS = {  # heads: (of queries, of keys, size); latent: (rank of queries, rank
 }
 MODELS["deepseek_v3_2d"] = MODELS["deepseek_v3"] | {"separate": True}  # a parameter for each matrix of an expert
 MODELS["tiny_2d"] = MODELS["tiny"] | {"separate": True}
-MESHES = ("fsdp", "hsdp", "tp", "ep")
+MESHES = ("fsdp", "hsdp", "tp", "ep", "pp")
 TENSOR_RANKS = 8
 LARGE = 1 << 14  # elements of a tensor whose values are left out
 
@@ -58,7 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama3_70b", "qwen3_235b", "deepseek_v3", "deepseek_v3_2d"],
                         choices=MODELS)
-    parser.add_argument("--meshes", nargs="+", default=MESHES, choices=MESHES, help="ep: only models with experts")
+    parser.add_argument("--meshes", nargs="+", default=MESHES[:-1], choices=MESHES, help="ep: only models with experts; pp: one of two "
+                        "stages, with tp inside (default: all but pp)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 512, 2048])
     parser.add_argument("--layers", type=int, default=None, help="in place of the model's own number")
     parser.add_argument("--group", type=int, default=64, help="ranks that share the experts of a layer (ep), or that "
@@ -162,7 +163,11 @@ def placed(kind: str, ranks: int, group: int):
             return (mesh, [Shard(1), Shard(0)]) if param.ndim == 3 else (mesh["efsdp"], [Shard(0)])
 
         return place
-    mesh = init_device_mesh("cpu", (ranks // TENSOR_RANKS, TENSOR_RANKS), mesh_dim_names=("fsdp", "tp"))
+    names, sizes = ("fsdp", "tp"), (ranks // TENSOR_RANKS, TENSOR_RANKS)
+    if kind == "pp":  # one of two stages
+        mesh = init_device_mesh("cpu", (2, sizes[0] // 2, sizes[1]), mesh_dim_names=("pp", *names))["fsdp", "tp"]
+    else:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
     def place(name, param):
         module = name.removesuffix(".weight").rpartition(".")[-1]
@@ -322,6 +327,8 @@ def call_all(optimizer, model, config, options, row, call) -> None:
     jobs = [update for update, _ in opt._bound.all_jobs if getattr(update, "bucket", None) is not None]
     row.update(buckets=len(jobs), matrices=sum(len(update.bucket.matrices) for update in jobs))
     call("step", opt.step, 5)
+    used = sorted(map(len, opt._preparation.process_groups.used), reverse=True)
+    print(f"process groups of buckets, by number of ranks: {used}", flush=True)
     report = call("plan_report", opt.plan_report)
     call("print_plan", lambda: str(report))
     if options.plans:

@@ -200,7 +200,7 @@ class ForecastPlanner(Planner):
     ) -> list[tuple[Bucket, RankPlan]]:
         """Keep how to find the parts of other ranks."""
         parts = BucketParts(buckets, rank_plan)
-        mine = parts(self.rank)
+        mine = parts.at(self.rank)
         self.parts_of[id(mine)] = parts
         return mine
 
@@ -307,12 +307,16 @@ def predicted(
     forms = [parameter_forms(plan, numbers, offloads) for plan, _ in plans]
     chosen = {*representatives(plans, ranks, offloads), *{rank_shown}.intersection(ranks)}
     by_rank = {}
+    weighers = [functools.partial(_bucket_table_bytes, plan, options) for plan, _ in plans]
     for rank in sorted(chosen) or [rank_shown]:
-        of_rank = [
-            plan if parts_of is None else replace(plan, rank_plans=parts_of(rank))
-            for plan, parts_of in plans
-        ]
+        of_rank, tables = [], 0
+        for (plan, parts), weigh in zip(plans, weighers):
+            if parts is not None:
+                rank_plans, nbytes = parts.weighed(rank, weigh)
+                plan, tables = replace(plan, rank_plans=rank_plans), tables + nbytes
+            of_rank.append(plan)
         by_rank[rank] = _bytes_at(rank, of_rank, forms, numbers, options)
+        by_rank[rank][TABLES] += tables
     largest = max(by_rank, key=lambda rank: sum(by_rank[rank].values()))
     mine = by_rank.get(rank_shown, Counter())
     if measured_bytes is not None:
@@ -332,6 +336,7 @@ def _order(key: Key) -> tuple:
 
 
 SLOT_ROW: Key = ("workspace", "slots of offloaded state", None, None, "device")
+TABLES: Key = ("tables", "addresses and shapes", None, None, "device")
 COPIES: Key = ("temporary", "temporaries of elementwise rules", None, None, "device")
 
 
@@ -375,7 +380,7 @@ def _bytes_at(
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes
-    found[_key("tables", "addresses and shapes", None, None)] += _table_bytes(plans, options)
+    found[TABLES] += sum(8 * len(p.params) + 4 * NUMBERS * len(p.groups) for p in plans)
     return +found
 
 
@@ -534,8 +539,10 @@ def _temporary_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: Mu
     return max(min(together[key], MAX_COPIED_ELEMENTS * largest[key]) for key in (False, True))
 
 
-def _table_bytes(plans: Sequence[Plan], options: MuonConfig) -> int:
-    """Return about how many bytes the tables of launches on a GPU take, and the inputs of a step.
+def _bucket_table_bytes(
+    plan: Plan, options: MuonConfig, bucket: Bucket, rank_plan: RankPlan
+) -> int:
+    """Return about how many bytes the tables of launches on a GPU take for a bucket.
 
     Stored pieces of matrices are in two launches (pack, weight update), and in a third that writes
     8-bit momentum. Pieces of state and weights that a rule reads at the owner are in two copies,
@@ -543,20 +550,15 @@ def _table_bytes(plans: Sequence[Plan], options: MuonConfig) -> int:
     stacks are in two copies more, direct matrices have two addresses per row. Of selected rows or
     columns the indices are kept twice.
     """
-    nbytes = 0
-    for plan in plans:
-        nbytes += 8 * len(plan.params) + 4 * NUMBERS * len(plan.groups)
-        is_8bit = is_quantized(options.state_dtype) and plan.group["use_muon"]
-        for bucket, rank_plan in plan.rank_plans or ():
-            direct = rank_plan.direct
-            nbytes += sum(2 * 8 * m.rows for m in direct)
-            if bucket.route != "local":
-                copied = [p for p in rank_plan.owned if p.matrix not in direct]
-                nbytes += sum(2 * _launch_bytes(p.numel) for p in copied)
-            in_place = _kinds_in_place(plan, bucket, options)
-            stored = [p for p in rank_plan.stored if p.kind not in in_place]
-            nbytes += sum(_stored_table_bytes(plan, p, 3 if is_8bit else 2) for p in stored)
-    return nbytes
+    is_8bit = is_quantized(options.state_dtype) and plan.group["use_muon"]
+    direct = rank_plan.direct
+    nbytes = sum(2 * 8 * m.rows for m in direct)
+    if bucket.route != "local":
+        copied = [p for p in rank_plan.owned if p.matrix not in direct]
+        nbytes += sum(2 * _launch_bytes(p.numel) for p in copied)
+    in_place = _kinds_in_place(plan, bucket, options)
+    stored = [p for p in rank_plan.stored if p.kind not in in_place]
+    return nbytes + sum(_stored_table_bytes(plan, p, 3 if is_8bit else 2) for p in stored)
 
 
 def _stored_table_bytes(plan: Plan, piece: Piece, launches: int) -> int:

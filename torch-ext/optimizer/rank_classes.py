@@ -1,4 +1,4 @@
-"""Classes of ranks with equal memory: a memory report looks at some ranks of each class, instead of
+"""Classes of ranks with equal memory: a memory report looks at one rank of each class, instead of
 at thousands of ranks.
 """
 
@@ -6,18 +6,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from .params.dtensor import gradient_dtype
 from .params.layout import Layout
 from .planning.plan import Bucket
 from .planning.planner import Plan
-from .planning.rank_plan import RankPlan
+from .planning.rank_plan import AllToAllPlan, RankPlan
 
 Found = dict[int, list]  # rank -> what its memory depends on
 
 
 class BucketParts:
-    """The buckets of a plan, of all ranks, and how to find the part of each rank."""
+    """The buckets of a plan, of all ranks, and the parts of each rank in them: a part is made once
+    for all ranks that store and own alike.
+    """
 
     def __init__(
         self, buckets: Sequence[Bucket], rank_plan: Callable[[Bucket, int], RankPlan]
@@ -25,36 +28,70 @@ class BucketParts:
         """`rank_plan`: returns the part of a bucket on a rank."""
         self.buckets = buckets
         self.rank_plan = rank_plan
+        # Rank -> [(bucket, class of the rank in the bucket)], filled by `representatives`
+        self.classes: dict[int, list[tuple[Bucket, tuple]]] = defaultdict(list)
+        self.known: dict[tuple, tuple[RankPlan, int]] = {}  # class -> (part, result of `weigh`)
 
-    def __call__(self, rank: int) -> list[tuple[Bucket, RankPlan]]:
-        """Return [(bucket, its part on the rank)]."""
+    def at(self, rank: int) -> list[tuple[Bucket, RankPlan]]:
+        """Return [(bucket, its part on the rank)], with all pieces."""
         return [(b, self.rank_plan(b, rank)) for b in self.buckets if rank in b.ranks]
+
+    def weighed(
+        self, rank: int, weigh: Callable[[Bucket, RankPlan], int]
+    ) -> tuple[list[tuple[Bucket, RankPlan]], int]:
+        """Return ([(bucket, a part with the sizes of the part on the rank)], sum of `weigh` over
+        the parts). Parts of matrices come without pieces, which would take much memory.
+        """
+        parts, total = [], 0
+        for bucket, kind in self.classes[rank]:
+            if kind not in self.known:
+                part = self.rank_plan(bucket, rank)
+                nbytes = weigh(bucket, part)
+                self.known[kind] = _without_pieces(part) if bucket.owners else part, nbytes
+            part, nbytes = self.known[kind]
+            parts.append((bucket, part))
+            total += nbytes
+        return parts, total
+
+
+def _without_pieces(part: RankPlan) -> RankPlan:
+    """Return the part of a bucket without its pieces: sizes stay."""
+    empty = AllToAllPlan({}, {}, (), (), ())
+    return replace(part, stored=(), owned=(), inbound=empty, outbound=empty, kept={})
 
 
 def representatives(
     plans: Sequence[tuple[Plan, BucketParts | None]], ranks: Sequence[int], offloads: bool
 ) -> list[int]:
-    """Return ranks, ascending, among them one with the most memory of all `ranks`.
+    """Return ranks, ascending, among them one with the most memory of all `ranks`; fill the classes
+    of the buckets.
 
     `plans`: [(plan, its buckets or None)]. `offloads`: state is offloaded, in the order of the
     parameters.
 
-    Ranks of a class store boxes of equal sizes, and own matrices of equal shapes, placed alike.
-    What is left of a rank is its place among its peers: if replicas follow each other, it can
-    decide whether matrices are direct (see [Note: direct matrices] in rank_plan.py), for the last
-    rank unlike for the first. So the first and the last rank of each class are returned.
+    Ranks of a class store boxes of equal sizes, and own matrices of equal shapes, placed alike. Of
+    the place of a rank among its peers, two facts count, by which matrices are direct or not (see
+    [Note: direct matrices] in rank_plan.py): whether the rank is in the first replica, and whether
+    it is the last of its replica.
     """
     found: Found = {rank: [] for rank in ranks}
     for plan, parts in plans:
-        _add_boxes(found, plan)
+        boxes = _add_boxes(found, plan)
         _add_owner_state(found, plan, offloads)
         kinds: dict[tuple, int] = {}  # what a bucket holds -> number
         for bucket in parts.buckets if parts is not None else ():
-            _add_bucket(found, plan, bucket, kinds)
-    classes = defaultdict(list)
+            if not bucket.owners:  # chunks: `_add_owner_state` tells the rows of each rank
+                for rank in bucket.ranks:
+                    parts.classes[rank].append((bucket, (id(bucket), rank)))
+                continue
+            for rank, facts in _facts_in(plan, bucket, kinds):
+                kind = (boxes[rank], *facts)
+                parts.classes[rank].append((bucket, kind))
+                found[rank].append(kind)
+    classes = {}
     for rank, facts in found.items():
-        classes[tuple(facts)].append(rank)
-    return sorted({rank for members in classes.values() for rank in (members[0], members[-1])})
+        classes.setdefault(tuple(facts), rank)
+    return sorted(classes.values())
 
 
 def parameter_forms(plan: Plan, numbers: Mapping[int, int], offloads: bool) -> list[list[int]]:
@@ -73,16 +110,21 @@ def parameter_forms(plan: Plan, numbers: Mapping[int, int], offloads: bool) -> l
     return list(forms.values())
 
 
-def _add_boxes(found: Found, plan: Plan) -> None:
-    """Add the sizes of the boxes that each rank stores."""
+def _add_boxes(found: Found, plan: Plan) -> dict[int, int]:
+    """Add the sizes of the boxes that each rank stores; return rank -> number of these sizes."""
     every = (plan.layouts, *plan.state_layouts.values(), *plan.selected.values())
     distinct = {id(layout): layout for layouts in every for layout in layouts}
-    for layout in distinct.values():
-        for rank, facts in found.items():
+    numbers, number_of = {}, {}
+    for rank, facts in found.items():
+        sizes = []
+        for layout in distinct.values():
             box = layout.boxes.get(rank)
-            facts.append(None if box is None else tuple(stop - start for start, stop in box))
+            sizes.append(None if box is None else tuple(stop - start for start, stop in box))
             if box is not None and _has_units(layout):
-                facts.append(tuple(_shapes(layout, rank, u) for u in layout.unit_sizes(rank)))
+                sizes.append(tuple(_shapes(layout, rank, u) for u in layout.unit_sizes(rank)))
+        number_of[rank] = numbers.setdefault(tuple(sizes), len(numbers))
+        facts.append(number_of[rank])
+    return number_of
 
 
 def _has_units(layout: Layout) -> bool:
@@ -113,40 +155,46 @@ def _add_owner_state(found: Found, plan: Plan, offloads: bool) -> None:
                 found[rank].append((i * offloads, id(plan.layouts[i]), tuple(shapes)))
 
 
-def _add_bucket(found: Found, plan: Plan, bucket: Bucket, kinds: dict[tuple, int]) -> None:
-    """Add what each rank stores and owns in a bucket. `kinds`: what a bucket holds -> number."""
+def _facts_in(
+    plan: Plan, bucket: Bucket, kinds: dict[tuple, int]
+) -> Iterator[tuple[int, tuple]]:
+    """Yield (rank, what the sizes of its part of a bucket depend on). `kinds`: what a bucket holds
+    -> number.
+    """
     layouts = plan.selected.get("matrix", plan.layouts)
-    owned = defaultdict(tuple)  # rank -> matrices that it owns, in the order of the bucket
     units = Counter()  # (id of a layout, unit) -> number of matrices
-    own_boxes = defaultdict(tuple)  # rank -> boxes that it stores of matrices that it owns
-    owned_lists = defaultdict(list)
+    owned = defaultdict(list)  # rank -> matrices that it owns, in the order of the bucket
     for m, owner in zip(bucket.matrices, bucket.owners):
         layout = layouts[m.param]
         units[id(layout), m.unit] += 1
-        owned_lists[owner].append((id(layout), layout.unit_shapes[m.unit], m.selected))
-        if _has_units(layout):
-            own_boxes[owner] += (_shapes(layout, owner, m.unit),)
-    owned.update({rank: tuple(some) for rank, some in owned_lists.items()})
+        stored = _shapes(layout, owner, m.unit) if _has_units(layout) else ()
+        owned[owner].append((id(layout), layout.unit_shapes[m.unit], m.selected, stored))
+    owned = {rank: tuple(some) for rank, some in owned.items()}
     distinct = {id(layouts[m.param]): layouts[m.param] for m in bucket.matrices}
     shapes = Counter()
     for (key, unit), count in units.items():
         shapes[key, distinct[key].unit_shapes[unit]] += count
-    whole = frozenset(shapes.items()), frozenset(Counter(owned.values()).items())
+    lists = Counter(tuple(entry[:3] for entry in some) for some in owned.values())
+    whole = frozenset(shapes.items()), frozenset(lists.items())
     kind = bucket.route, len(bucket.ranks), bucket.memory, *whole
     number = kinds.setdefault(kind, len(kinds))
     replicas = {x.replicas: x for x in distinct.values() if len(x.replicas) > 1}
     sources = [list(_owned_by_replica(x, owned)) for x in replicas.values()]
     split = [layout for layout in distinct.values() if _has_units(layout)]
     for rank in bucket.ranks:
-        facts = found[rank]
-        facts += (number, owned.get(rank), own_boxes.get(rank))
-        facts += (of[x.replica_of[rank]] for of, x in zip(sources, replicas.values()))
+        facts = [number, owned.get(rank)]
+        for of, layout in zip(sources, replicas.values()):
+            replica = layout.replica_of[rank]
+            is_last = layout.replicas[replica][-1] == rank
+            facts.append((of[replica], replica == 0, is_last))
         for layout in split:
-            stored = [(u, units[id(layout), u]) for u in layout.unit_sizes(rank)]
-            facts.append(tuple((_shapes(layout, rank, u), n) for u, n in stored if n))
+            held = [(u, units[id(layout), u]) for u in layout.unit_sizes(rank)]
+            facts.append(tuple((_shapes(layout, rank, u), n) for u, n in held if n))
+        yield rank, tuple(facts)
 
 
 def _owned_by_replica(layout: Layout, owned: Mapping[int, tuple]) -> Iterator[frozenset]:
     """Yield for each replica what its ranks own: a rank sends pieces to owners in its replica."""
     for ranks in layout.replicas:
-        yield frozenset(Counter(owned[rank] for rank in ranks if rank in owned).items())
+        lists = [tuple(entry[:3] for entry in owned[rank]) for rank in ranks if rank in owned]
+        yield frozenset(Counter(lists).items())
