@@ -9,8 +9,9 @@ are those of a real rank; what a real rank waits for peers and for the device is
 
 A row is a call. memory_forecast: of the plain model on the meta device, sharded over as many ranks. bind: the step
 after load_state_dict, which plans nothing. dcp_get, dcp_set: get_optimizer_state_dict and set_optimizer_state_dict.
-replan: the step after a layer was frozen. seconds: of one call; of step the median of five. collectives and groups:
-what the call issued and created. peak_mib: of the process until then.
+replan: the step after a layer was frozen. memory_report: before the first step. seconds: of the processor, for one
+call; of step the median of five. collectives: that the call issued. groups: numbers of ranks of the process groups that
+the call created. peak_mib: of the process until then.
 """
 
 from __future__ import annotations
@@ -249,8 +250,8 @@ def as_on_gpus(package: str) -> None:
     part("communication.process_groups").ProcessGroups.send_once = lambda *_: True
     part("execution.bucket_updates").LaunchedUpdate.replay = lambda *_: None
     part("execution.elementwise_updates").ElementwiseUpdate.step = lambda *_: None
-    # State is not written, which takes a GPU little time, and a CPU more than all else that is measured
-    zeros, cast = torch.zeros_like, torch.Tensor.to
+    # State is neither written nor read: a GPU does both soon, and a CPU would take longer than for all that is measured
+    zeros, cast, norm = torch.zeros_like, torch.Tensor.to, torch.linalg.vector_norm
 
     def zeros_like(tensor, **options):
         return (zeros if tensor.numel() < LARGE else torch.empty_like)(tensor, **options)
@@ -259,7 +260,10 @@ def as_on_gpus(package: str) -> None:
         is_large = copy and tensor.numel() >= LARGE
         return torch.empty_like(tensor) if is_large else cast(tensor, *args, copy=copy, **options)
 
-    torch.zeros_like, torch.Tensor.to = zeros_like, to
+    def vector_norm(tensor, *args, **options):
+        return norm(tensor if tensor.numel() < LARGE else tensor.reshape(-1)[:1], *args, **options)
+
+    torch.zeros_like, torch.Tensor.to, torch.linalg.vector_norm = zeros_like, to, vector_norm
 
 
 def measure(options) -> None:
