@@ -8,7 +8,7 @@ are bound as on a GPU, but not launched, so values are garbage. Time on the host
 are those of a real rank; what a real rank waits for peers and for the device is left out.
 
 A row is a call. memory_forecast: of the plain model on the meta device, sharded over as many ranks. bind: the step
-after load_state_dict, which plans nothing. dcp_get, dcp_set: get_optimizer_state_dict and set_optimizer_state_dict.
+after load_state_dict, which drops the plan. dcp_get, dcp_set: get_optimizer_state_dict and set_optimizer_state_dict.
 replan: the step after a layer was frozen. memory_report: before the first step. seconds: of the processor, for one
 call; of step the median of five. collectives: that the call issued. groups: numbers of ranks of the process groups that
 the call created. peak_mib: of the process until then.
@@ -59,8 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama3_70b", "qwen3_235b", "deepseek_v3", "deepseek_v3_2d"],
                         choices=MODELS)
-    parser.add_argument("--meshes", nargs="+", default=MESHES[:-1], choices=MESHES, help="ep: only models with experts; pp: one of two "
-                        "stages, with tp inside (default: all but pp)")
+    parser.add_argument("--meshes", nargs="+", default=MESHES[:-1], choices=MESHES, help="ep: of models with experts; "
+                        "pp: one of two stages, with tp inside (default: all but pp)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 512, 2048])
     parser.add_argument("--layers", type=int, default=None, help="in place of the model's own number")
     parser.add_argument("--group", type=int, default=64, help="ranks that share the experts of a layer (ep), or that "
