@@ -78,16 +78,8 @@ def representatives(
     for plan, parts in plans:
         boxes = _add_boxes(found, plan)
         _add_owner_state(found, plan, offloads)
-        kinds: dict[tuple, int] = {}  # what a bucket holds -> number
-        for bucket in parts.buckets if parts is not None else ():
-            if not bucket.owners:  # chunks: `_add_owner_state` tells the rows of each rank
-                for rank in bucket.ranks:
-                    parts.classes[rank].append((bucket, (id(bucket), rank)))
-                continue
-            for rank, facts in _facts_in(plan, bucket, kinds):
-                kind = (boxes[rank], *facts)
-                parts.classes[rank].append((bucket, kind))
-                found[rank].append(kind)
+        if parts is not None:
+            _add_buckets(found, plan, parts, boxes)
     classes = {}
     for rank, facts in found.items():
         classes.setdefault(tuple(facts), rank)
@@ -153,6 +145,22 @@ def _add_owner_state(found: Found, plan: Plan, offloads: bool) -> None:
         for rank, shapes in owned.items():
             if rank in found:
                 found[rank].append((i * offloads, id(plan.layouts[i]), tuple(shapes)))
+
+
+def _add_buckets(found: Found, plan: Plan, parts: BucketParts, boxes: dict[int, int]) -> None:
+    """Add the classes of each rank in the buckets of a plan, and fill `parts.classes`. `boxes`: as
+    `_add_boxes` returns it.
+    """
+    kinds: dict[tuple, int] = {}  # what a bucket holds -> number
+    for bucket in parts.buckets:
+        if bucket.owners:
+            known = {rank: (boxes[rank], *facts) for rank, facts in _facts_in(plan, bucket, kinds)}
+            for rank, kind in known.items():
+                found[rank].append(kind)
+        else:  # chunks: `_add_owner_state` tells the rows of each rank
+            known = {rank: (id(bucket), rank) for rank in bucket.ranks}
+        for rank, kind in known.items():
+            parts.classes[rank].append((bucket, kind))
 
 
 def _facts_in(
