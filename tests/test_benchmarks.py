@@ -99,6 +99,18 @@ def test_first_calls_by_a_cold_and_a_warm_cache(tmp_path):
     assert all(0 < float(row["longest_s"]) <= float(row["first_s"]) for row in rows)
 
 
+def test_a_rank_of_a_large_job_on_its_host(tmp_path):
+    """One process; the fake group of torch needs no peers. Stages of a pipeline get a process group of their own."""
+    out = tmp_path / "host.csv"
+    run("host_scale.py", "--child", "--models", "tiny", "--meshes", "pp", "--ranks", 64, "--commit", "abc",
+        "--out", out)
+    with open(out, newline="") as file:
+        rows = {row["call"]: row for row in csv.DictReader(file)}
+    assert {"groups", "construct", "first_step", "step", "dcp_set", "replan", "memory_forecast"} < set(rows)
+    assert rows["first_step"]["groups"] == "32" and not rows["replan"]["groups"]
+    assert int(rows["step"]["collectives"]) > 0 and rows["step"]["buckets"] != "0"
+
+
 def test_collectives_against_each_other(tmp_path):
     out = tmp_path / "wire.csv"
     run("wire.py", "--ranks", 2, "--mib", 0.01, "--rounds", 2, "--commit", "abc", "--out", out)

@@ -40,6 +40,7 @@ from .planning.plan import Bucket
 from .planning.planner import Plan, Planner
 from .planning.rank_plan import Piece, RankPlan, has_plain
 from .qk_clip.clip import QKClip, unattached
+from .rank_classes import BucketParts, parameter_forms, representatives
 from .report import as_bytes
 from .rules.elementwise import (
     MAX_COPIED_ELEMENTS,
@@ -67,7 +68,6 @@ HEADS = ("kind", "what", "where", "this rank", "largest rank")
 # (kind, what, group, dtype, where) of a row
 Key = tuple[str, str, int | None, str | None, str]
 ASSUMED_GPU = "sm90"  # architecture whose measured times are used for parameters on the meta device
-PartsOf = Callable[[int], list[tuple[Bucket, RankPlan]]]
 # Classes of plans, which hold numbers only: `_tensors_in` does not search inside
 PLANNED = (Plan, Bucket, RankPlan, Piece, Layout, MuonConfig)
 
@@ -173,7 +173,7 @@ class ForecastPlanner(Planner):
         self.row_shards = row_shards
         self.gpu_bytes = gpu_bytes
         # Id of the `rank_plans` of a plan -> how to find those of other ranks
-        self.parts_of: dict[int, PartsOf] = {}
+        self.parts_of: dict[int, BucketParts] = {}
 
     def _find_hardware(
         self,
@@ -205,13 +205,9 @@ class ForecastPlanner(Planner):
         self, buckets: Sequence[Bucket], rank_plan: Callable[[Bucket, int], RankPlan]
     ) -> list[tuple[Bucket, RankPlan]]:
         """Keep how to find the parts of other ranks."""
-
-        def parts_of(rank: int) -> list[tuple[Bucket, RankPlan]]:
-            """Return the parts of the buckets on a rank."""
-            return [(b, rank_plan(b, rank)) for b in buckets if rank in b.ranks]
-
-        mine = parts_of(self.rank)
-        self.parts_of[id(mine)] = parts_of
+        parts = BucketParts(buckets, rank_plan)
+        mine = parts.at(self.rank)
+        self.parts_of[id(mine)] = parts
         return mine
 
 
@@ -267,7 +263,7 @@ def plans_of(
     groups: Sequence[dict],
     options: MuonConfig,
     options_by_group: Sequence[MuonConfig],
-) -> list[tuple[Plan, PartsOf | None]]:
+) -> list[tuple[Plan, BucketParts | None]]:
     """Return [(plan of this rank, rank -> parts of the buckets on the rank)] of a first step with
     gradients of all parameters that require one. None: a plan without buckets. Sends nothing.
 
@@ -302,7 +298,7 @@ def _members(
 
 
 def predicted(
-    plans: Sequence[tuple[Plan, PartsOf | None]],
+    plans: Sequence[tuple[Plan, BucketParts | None]],
     groups: Sequence[dict],
     options: MuonConfig,
     rank_shown: int,
@@ -313,13 +309,20 @@ def predicted(
     """
     ranks = sorted({rank for plan, _ in plans for x in plan.layouts for rank in x.ranks})
     numbers = {id(group): number for number, group in enumerate(groups)}
+    offloads = bool(options.offload_state)
+    forms = [parameter_forms(plan, numbers, offloads) for plan, _ in plans]
+    chosen = {*representatives(plans, ranks, offloads), *{rank_shown}.intersection(ranks)}
     by_rank = {}
-    for rank in ranks or [rank_shown]:
-        of_rank = [
-            plan if parts_of is None else replace(plan, rank_plans=parts_of(rank))
-            for plan, parts_of in plans
-        ]
-        by_rank[rank] = _bytes_at(rank, of_rank, numbers, options)
+    weighers = [functools.partial(_bucket_table_bytes, plan, options) for plan, _ in plans]
+    for rank in sorted(chosen) or [rank_shown]:
+        of_rank, tables = [], 0
+        for (plan, parts), weigh in zip(plans, weighers):
+            if parts is not None:
+                rank_plans, nbytes = parts.weighed(rank, weigh)
+                plan, tables = replace(plan, rank_plans=rank_plans), tables + nbytes
+            of_rank.append(plan)
+        by_rank[rank] = _bytes_at(rank, of_rank, forms, numbers, options)
+        by_rank[rank][TABLES] += tables
     largest = max(by_rank, key=lambda rank: sum(by_rank[rank].values()))
     mine = by_rank.get(rank_shown, Counter())
     if measured_bytes is not None:
@@ -339,29 +342,35 @@ def _order(key: Key) -> tuple:
 
 
 SLOT_ROW: Key = ("workspace", "slots of offloaded state", None, None, "device")
+TABLES: Key = ("tables", "addresses and shapes", None, None, "device")
 COPIES: Key = ("temporary", "temporaries of elementwise rules", None, None, "device")
 
 
 def _bytes_at(
-    rank: int, plans: Sequence[Plan], numbers: Mapping[int, int], options: MuonConfig
+    rank: int,
+    plans: Sequence[Plan],
+    forms: Sequence[list[list[int]]],
+    numbers: Mapping[int, int],
+    options: MuonConfig,
 ) -> Counter:
-    """Return key of a row -> bytes at a rank. `plans`: with the buckets of the rank. `numbers`: id
-    of a group -> number of the group.
+    """Return key of a row -> bytes at a rank. `plans`: with the buckets of the rank. `forms`: of
+    each plan, see `parameter_forms`. `numbers`: id of a group -> number of the group.
     """
     found, offloaded = Counter(), 0  # elements of parameters with offloaded state
     uncut = 0  # bytes of the largest piece that stays whole
     kept = KeptBytes(options.offload_state) if options.offload_state else None
-    for plan in plans:
-        for i, param in enumerate(plan.params):
+    for plan, alike in zip(plans, forms):
+        for i, *others in alike:
+            param, count = plan.params[i], 1 + len(others)
             number = numbers[id(plan.group_at(i))]
             numel = _numel_at(rank, plan.layouts[i])
             dtypes = {"weights": param.dtype, "gradients": gradient_dtype(param)}
             for kind, dtype in dtypes.items():
-                found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize
+                found[_key(kind, kind, number, dtype)] += numel * dtype.itemsize * count
             state = Counter()
             for key in keys_of(plan.group_at(i), param, options.state_dtype):
                 state.update(_state_at(rank, plan, i, key, number, options, kept))
-            found.update(state)
+            found.update({key: n * count for key, n in state.items()})
             on_host = {key: n for key, n in state.items() if key[-1] == "host" and n}
             offloaded += numel * any(on_host)
             sizes = [getattr(torch, key[3]).itemsize for key in on_host]
@@ -377,7 +386,7 @@ def _bytes_at(
     sizes = reserve(sorted_buckets(plans, [None] * len(plans), options), options)[0].sizes
     for name, nbytes in sizes.items():
         found[_key("workspace", buffer_name(name), None, None)] += nbytes
-    found[_key("tables", "addresses and shapes", None, None)] += _table_bytes(plans, options)
+    found[TABLES] += sum(8 * len(p.params) + 4 * NUMBERS * len(p.groups) for p in plans)
     return +found
 
 
@@ -536,8 +545,10 @@ def _temporary_bytes(members: Sequence[tuple[int, int]], plan: Plan, options: Mu
     return max(min(together[key], MAX_COPIED_ELEMENTS * largest[key]) for key in (False, True))
 
 
-def _table_bytes(plans: Sequence[Plan], options: MuonConfig) -> int:
-    """Return about how many bytes the tables of launches on a GPU take, and the inputs of a step.
+def _bucket_table_bytes(
+    plan: Plan, options: MuonConfig, bucket: Bucket, rank_plan: RankPlan
+) -> int:
+    """Return about how many bytes the tables of launches on a GPU take for a bucket.
 
     Stored pieces of matrices are in two launches (pack, weight update), and in a third that writes
     8-bit momentum. Pieces of state and weights that a rule reads at the owner are in two copies,
@@ -545,20 +556,15 @@ def _table_bytes(plans: Sequence[Plan], options: MuonConfig) -> int:
     stacks are in two copies more, direct matrices have two addresses per row. Of selected rows or
     columns the indices are kept twice.
     """
-    nbytes = 0
-    for plan in plans:
-        nbytes += 8 * len(plan.params) + 4 * NUMBERS * len(plan.groups)
-        is_8bit = is_quantized(options.state_dtype) and plan.group["use_muon"]
-        for bucket, rank_plan in plan.rank_plans or ():
-            direct = rank_plan.direct
-            nbytes += sum(2 * 8 * m.rows for m in direct)
-            if bucket.route != "local":
-                copied = [p for p in rank_plan.owned if p.matrix not in direct]
-                nbytes += sum(2 * _launch_bytes(p.numel) for p in copied)
-            in_place = _kinds_in_place(plan, bucket, options)
-            stored = [p for p in rank_plan.stored if p.kind not in in_place]
-            nbytes += sum(_stored_table_bytes(plan, p, 3 if is_8bit else 2) for p in stored)
-    return nbytes
+    is_8bit = is_quantized(options.state_dtype) and plan.group["use_muon"]
+    direct = rank_plan.direct
+    nbytes = sum(2 * 8 * m.rows for m in direct)
+    if bucket.route != "local":
+        copied = [p for p in rank_plan.owned if p.matrix not in direct]
+        nbytes += sum(2 * _launch_bytes(p.numel) for p in copied)
+    in_place = _kinds_in_place(plan, bucket, options)
+    stored = [p for p in rank_plan.stored if p.kind not in in_place]
+    return nbytes + sum(_stored_table_bytes(plan, p, 3 if is_8bit else 2) for p in stored)
 
 
 def _stored_table_bytes(plan: Plan, piece: Piece, launches: int) -> int:

@@ -7,14 +7,17 @@ imported only where a DTensor exists or is made: importing is slow.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.utils._mode_utils import no_dispatch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -177,6 +180,30 @@ def on_mesh_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(tensor.device_mesh.device_type)
 
 
+def once_per_mesh(function: Callable) -> Callable:
+    """Decorator of a function of a mesh: one call for each mesh. torch computes `DeviceMesh.mesh`
+    anew at each read, and thousands of parameters lie on one mesh of thousands of ranks.
+    """
+    known = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def cached(mesh: DeviceMesh) -> object:
+        if mesh not in known:
+            # `DeviceMesh.mesh` is a real tensor: see [Note: FakeTensorMode] in layout.py
+            with no_dispatch():
+                known[mesh] = function(mesh)
+        return known[mesh]
+
+    return cached
+
+
+@once_per_mesh
+def mesh_coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
+    """The coordinate of each global rank of a mesh, row-major, from the mesh's ranks."""
+    ranks = mesh.mesh
+    return dict(zip(ranks.flatten().tolist(), itertools.product(*map(range, ranks.shape))))
+
+
 def is_by_rows(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether `tensor` is a DTensor with dim 0 sharded over the ranks of `group`, in group order.
 
@@ -188,7 +215,7 @@ def is_by_rows(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
         or not tensor.placements[0].is_shard(0)
     ):
         return False
-    return tensor.device_mesh.mesh.tolist() == dist.get_process_group_ranks(group)
+    return list(mesh_coordinates(tensor.device_mesh)) == dist.get_process_group_ranks(group)
 
 
 def is_placed_like(value: torch.Tensor, param: torch.Tensor) -> bool:

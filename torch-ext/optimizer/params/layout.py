@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils._mode_utils import no_dispatch
 
 from .config import AssumedRanks
-from .dtensor import as_dtensor, is_dtensor
+from .dtensor import as_dtensor, is_dtensor, mesh_coordinates, once_per_mesh
 from .units import WHOLE, Block, Cut, Split, box_shape
 
 if TYPE_CHECKING:
@@ -294,12 +294,9 @@ def layout_of(
 def _dtensor_layout(param: DTensor, shape: tuple[int, ...]) -> Layout:
     """The layout of a DTensor, or of a tensor of global `shape` with equal placements."""
     sizes = tuple(param.device_mesh.shape)
-    with no_dispatch():  # see [Note: FakeTensorMode]
-        mesh_ranks = param.device_mesh.mesh.flatten().tolist()
     boxes: dict[int, Box] = {}
     replicas: dict[tuple[int, ...], list[int]] = {}
-    coordinates_of_ranks = itertools.product(*map(range, sizes))  # row-major
-    for rank, coordinate in zip(mesh_ranks, coordinates_of_ranks):
+    for rank, coordinate in mesh_coordinates(param.device_mesh).items():
         boxes[rank] = box_at(coordinate, shape, param.placements, sizes)
         # Ranks of one replica have equal coordinates on the replicated axes
         coordinates = tuple(i for i, p in zip(coordinate, param.placements) if p.is_replicate())
@@ -370,8 +367,13 @@ def sharded_among(mesh: DeviceMesh, placements: Sequence[Placement]) -> frozense
 
 def row_chunks(rows: int, parts: int) -> list[int]:
     """The numbers of rows of the `parts` chunks of Shard(0); the last chunks may be empty."""
+    return [row_chunk(rows, parts, i) for i in range(parts)]
+
+
+def row_chunk(rows: int, parts: int, i: int) -> int:
+    """Entry `i` of `row_chunks`, in a time that does not grow with `parts`."""
     chunk = -(-rows // parts)
-    return [min(chunk, max(0, rows - chunk * i)) for i in range(parts)]
+    return min(chunk, max(0, rows - chunk * i))
 
 
 def stored_by(tensor: DTensor) -> int | None:
@@ -404,29 +406,19 @@ def is_own_shard(tensor: DTensor) -> bool:
     by_rows = mesh.ndim == 1 and placements[0].is_shard(0) and not _is_strided(placements[0])
     if not by_rows:
         return True
-    return len(tensor._local_tensor) == row_chunks(tensor.shape[0], mesh.size())[ours[0]]
+    return len(tensor._local_tensor) == row_chunk(tensor.shape[0], mesh.size(), ours[0])
 
 
 def _coordinate_of(rank: int, mesh: DeviceMesh) -> tuple[int, ...] | None:
     """The coordinate of a global rank on a mesh, computed from the mesh's ranks, not from the
     mesh's own `get_coordinate`; None if the rank is not on the mesh.
     """
-    with no_dispatch():  # see [Note: FakeTensorMode]
-        ranks, sizes = mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape)
-    if rank not in ranks:
-        return None
-    index = ranks.index(rank)
-    coordinate = []
-    for size in reversed(sizes):
-        index, i = divmod(index, size)
-        coordinate.insert(0, i)
-    return tuple(coordinate)
+    return mesh_coordinates(mesh).get(rank)
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:
     """The global ranks of a mesh, in ascending order."""
-    with no_dispatch():  # see [Note: FakeTensorMode]
-        return sorted(mesh.mesh.flatten().tolist())
+    return sorted(mesh_coordinates(mesh))
 
 
 def stored_ranges(param: torch.Tensor, dim: int) -> list[tuple[int, int]]:
@@ -641,20 +633,23 @@ def _check_rank_order(param: DTensor, label: str) -> None:
     mesh = param.device_mesh
     if mesh.get_coordinate() is None:
         return
-    with no_dispatch():  # see [Note: FakeTensorMode]
-        ranks = mesh.mesh
-        descending = [
-            i
-            for i, p in enumerate(param.placements)
-            if not p.is_replicate() and (ranks.diff(dim=i) < 0).any()
-        ]
-        if descending:
-            raise NotImplementedError(
-                f"{label}: its mesh {ranks.tolist()} has ranks that do not ascend along axis "
-                f"{descending[0]}, on which it is sharded; torch itself is not consistent about "
-                "which rank stores which part: build the DeviceMesh with ascending ranks along "
-                "the axes that shard"
-            )
+    descending = _descending_axes(mesh)
+    axes = [i for i, p in enumerate(param.placements) if i in descending and not p.is_replicate()]
+    if axes:
+        with no_dispatch():  # see [Note: FakeTensorMode]
+            ranks = mesh.mesh.tolist()
+        raise NotImplementedError(
+            f"{label}: its mesh {ranks} has ranks that do not ascend along axis {axes[0]}, on "
+            "which it is sharded; torch itself is not consistent about which rank stores which "
+            "part: build the DeviceMesh with ascending ranks along the axes that shard"
+        )
+
+
+@once_per_mesh
+def _descending_axes(mesh: DeviceMesh) -> set[int]:
+    """The axes of a mesh along which ranks do not ascend."""
+    ranks = mesh.mesh
+    return {i for i in range(ranks.ndim) if (ranks.diff(dim=i) < 0).any()}
 
 
 def check_local_shape(param: torch.Tensor, name: str) -> None:

@@ -50,12 +50,14 @@ class Piece:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
-        return tuple(stop - start for start, stop in self.box)
+        (top, bottom), (left, right) = self.box
+        return bottom - top, right - left
 
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return self.shape[0] * self.shape[1]
+        (top, bottom), (left, right) = self.box
+        return (bottom - top) * (right - left)
 
 
 @dataclass(frozen=True)

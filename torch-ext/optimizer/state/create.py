@@ -23,7 +23,7 @@ from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, is_placed_like, local_of, zeros_of
 from ..params.errors import warn_caller
-from ..params.layout import row_chunks, this_rank, zeros_with_placements
+from ..params.layout import row_chunk, this_rank, zeros_with_placements
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
@@ -200,8 +200,8 @@ def _shard_plain_state(state: dict, param: torch.Tensor, split: Split) -> None:
 def _rows_at_rank(param: torch.Tensor, options: MuonConfig) -> int:
     """Return the rows of this rank of the row-sharded state of a plain parameter."""
     group = options.process_group
-    rows = row_chunks(param.shape[0] if param.ndim else 1, group.size())
-    return rows[dist.get_group_rank(group, this_rank())]
+    rows = param.shape[0] if param.ndim else 1
+    return row_chunk(rows, group.size(), dist.get_group_rank(group, this_rank()))
 
 
 def creates_state_only(groups: list[dict], state: dict) -> bool:

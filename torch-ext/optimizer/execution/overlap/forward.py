@@ -100,7 +100,8 @@ class ForwardOverlap(StepHook):
 
         AdamW's parameters stepped where stored count as a bucket for each store.
         """
-        self.stores = stores
+        # Stores hold the state, which `load_state_dict` replaces: not to be kept without need
+        self.stores = stores if self.on else ()
         self.numbers: dict[int, int] = {}  # id of an update -> bucket
         # Bucket -> (index of the store, getter of the bucket's items in lists of the store)
         self.bucket_params: list[tuple[int, Callable]] = []

@@ -27,6 +27,7 @@ HEAD_NAMES = (
     "lm_head", "embed_out", "unembed", "output_layer", "to_logits", "qa_outputs",
     "seq_relationship", "dense_prediction", "final_layer.linear", "shared_head.head"
 )
+HEAD_ENDS = tuple(f".{name}" for name in HEAD_NAMES)  # of a path behind a dot
 # Names of output layers if beside the body of a model (`Structure.is_placed_as_head`): hidden
 # layers have these names, too.
 PLACED = re.compile(
@@ -244,7 +245,7 @@ def _is_head_of(unit: str, path: str, rows: int, linear: bool, structure: Struct
     rows: output size of the layer; linear: whether the layer is linear.
     """
     name = unit.rpartition(".")[2]
-    known = any(f".{unit}".endswith(f".{head}") for head in HEAD_NAMES)
+    known = f".{unit}".endswith(HEAD_ENDS)
     placed = PLACED.search(name) is not None
     vague = name in VAGUE_NAMES or name in LONE_NAMES and unit == path
     if not (known or placed or vague) or not structure.is_output(path, unit, rows if linear else 0):

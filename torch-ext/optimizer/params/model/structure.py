@@ -371,11 +371,12 @@ class Structure:
         if rows == 1 or router and by_experts:
             return True
         parent = path.rpartition(".")[0]
-        beside = [
-            layer for layer in self.layers if _is_below(layer.path, parent) and layer.path != path
-        ]
         return not self._has_twin(param, path, parent) and (
-            by_experts or not any(rows in layer.inputs for layer in beside)
+            by_experts
+            or not any(
+                rows in layer.inputs and _is_below(layer.path, parent) and layer.path != path
+                for layer in self.layers
+            )
         )
 
     def _has_twin(self, param: torch.Tensor, path: str, parent: str) -> bool:
@@ -385,10 +386,20 @@ class Structure:
         """
         return any(
             p is not param and p.shape == param.shape and not is_bias_of_experts(p, layer.module)
-            for layer in self.layers
-            if layer.path != path and parent in (layer.path, layer.path.rpartition(".")[0])
+            for layer in self._layers_near[parent]
+            if layer.path != path
             for p in own_parameters(layer.module)
         )
+
+    @functools.cached_property
+    def _layers_near(self) -> dict[str, list[Layer]]:
+        """Path -> layers at the path, or one step below."""
+        # Every router asks: a search among all layers would take a time of layers x routers
+        found = collections.defaultdict(list)
+        for layer in self.layers:
+            for path in {layer.path, layer.path.rpartition(".")[0]}:
+                found[path].append(layer)
+        return found
 
     def is_without_decay(self, name: str) -> bool:
         """Whether a module of the model lists a parameter in its method `no_weight_decay`, as

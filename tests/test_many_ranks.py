@@ -1,0 +1,136 @@
+"""What the host pays does not grow with the ranks times the parameters. By counts, in a process of a large job."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.ranks import package, part
+
+HIDDEN = 24
+
+
+@contextlib.contextmanager
+def job(*sizes):
+    """The first rank of a job on a mesh; its collectives send nothing."""
+    world = torch.Size(sizes).numel()
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", sizes)
+    finally:
+        dist.destroy_process_group()
+
+
+def matrices(mesh, shapes, *placements):
+    """Named DTensors of this rank's shards."""
+    box_at = part("params.layout").box_at
+    found = []
+    for number, shape in enumerate(shapes):
+        box = box_at(mesh.get_coordinate(), shape, placements, tuple(mesh.shape))
+        local = torch.zeros([stop - start for start, stop in box])
+        found.append((f"m{number}", nn.Parameter(DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)))))
+    return found
+
+
+def counted(monkeypatch, owner, name):
+    """A list that grows by one entry at each call of `owner.name`, or at each read of a property."""
+    calls, known = [], vars(owner)[name]
+    if isinstance(known, property):
+        monkeypatch.setattr(owner, name, property(lambda self: calls.append(name) or known.fget(self)))
+    else:
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: calls.append(name) or known(*args, **kwargs))
+    return calls
+
+
+def test_the_ranks_of_a_mesh_are_read_once_for_all_parameters(monkeypatch):
+    """torch computes `DeviceMesh.mesh` anew at each read, in a time that grows with the ranks."""
+    reads, chunks = counted(monkeypatch, DeviceMesh, "mesh"), counted(monkeypatch, part("params.layout"), "row_chunks")
+    with job(64) as mesh:
+        opt = package().Muon(matrices(mesh, 12 * [(128, HIDDEN)], Shard(0)))
+        opt.init_state()
+        opt.load_state_dict(opt.state_dict())
+        opt.add_param_group({"params": matrices(mesh, 12 * [(64, HIDDEN)], Shard(0))})
+    assert len(reads) <= 6  # 24 parameters
+    assert not chunks  # the rows of all ranks, where only this rank's count
+
+
+def test_a_memory_report_looks_at_one_rank_of_each_kind(monkeypatch):
+    """64 and 1024 ranks own no matrix, or one of two shapes: three kinds of ranks, beside the rank shown."""
+    rank_plans = counted(monkeypatch, part("planning.planner"), "rank_plan_of")
+    counts = {}
+    for ranks in (64, 1024):
+        rank_plans.clear()
+        shapes = 8 * [(2048, HIDDEN), (1024, 64)]
+        params = [nn.Parameter(torch.zeros(shape, device="meta")) for shape in shapes]
+        report = package().Muon.memory_forecast(params, ranks=ranks)
+        counts[ranks] = len(rank_plans)
+        assert report.rank_count == ranks
+    assert counts[64] == counts[1024] <= 4
+
+
+@pytest.mark.parametrize("rule", ["muon", "normuon", "dion2"])
+@pytest.mark.parametrize("sizes, placements", [
+    ((12,), [Shard(0)]), ((3, 4), [Replicate(), Shard(0)]), ((4, 3), [Shard(0), Replicate()]),
+    ((2, 6), [Shard(1), Shard(0)])])
+def test_the_largest_rank_is_among_those_looked_at(sizes, placements, rule, monkeypatch):
+    """Reports by some ranks are those by all ranks, also where ranks store unequal parts or nothing."""
+    reports = part("memory_report")
+    with job(*sizes) as mesh:
+        shapes = [(36, 40), (36, 40), (25, 16), (5, 24), (25, 16), (48, 16), (36, 40)]
+        split = [{"params": matrices(mesh, shapes, *placements)},
+                 {"params": matrices(mesh, 2 * [(36, 24)], *placements), "split": {"rows": [12, 24]}}]
+        opt = package().Muon(split, rule=rule, **({"fraction": 0.5} if rule == "dion2" else {}))
+        found = opt.memory_report()
+        monkeypatch.setattr(part("rank_classes").BucketParts, "weighed", lambda parts, rank, weigh: (
+            parts.at(rank), sum(weigh(*one) for one in parts.at(rank))))
+        monkeypatch.setattr(reports, "representatives", lambda plans, ranks, offloads: list(ranks))
+        monkeypatch.setattr(reports, "parameter_forms", lambda plan, *_: [[i] for i in range(len(plan.params))])
+        assert dataclasses.asdict(opt.memory_report()) == dataclasses.asdict(found)
+
+
+def test_replaced_state_is_not_kept():
+    """Else state takes twice its memory between a load and the next step."""
+    params = [(f"m{i}", nn.Parameter(torch.ones(8, 6))) for i in range(2)]
+    opt = package().Muon(params)
+    for _, p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    old = [weakref.ref(t) for state in opt.state.values() for t in state.values() if torch.is_tensor(t)]
+    saved = opt.state_dict()
+    opt.load_state_dict(saved)
+    del saved
+    gc.collect()
+    assert old and [ref for ref in old if ref() is not None] == []
+
+
+def test_routers_are_found_in_a_time_of_the_layers(monkeypatch):
+    """A router asks for the layers beside it, not for those of all experts of the model."""
+    structure = part("params.model.structure")
+    reads = counted(monkeypatch, structure, "own_parameters")
+
+    def model(layers):
+        def block():
+            experts = nn.ModuleList([nn.Linear(HIDDEN, 8, bias=False) for _ in range(16)])
+            return nn.ModuleDict({"gate": nn.Linear(HIDDEN, 16, bias=False), "experts": experts})
+        with torch.device("meta"):
+            return nn.ModuleDict({"layers": nn.ModuleList([block() for _ in range(layers)])})
+
+    counts, comparisons = {}, counted(monkeypatch, structure, "_is_below")
+    for layers in (4, 8):
+        reads.clear(), comparisons.clear()
+        report = []
+        package().get_default_muon_param_groups(model(layers), report=report.append)
+        counts[layers] = len(reads), len(comparisons)
+        assert report[0].count("router") == layers
+    assert all(twice <= 2.2 * once for once, twice in zip(*counts.values())), counts
