@@ -259,14 +259,16 @@ def test_world_is_found_when_the_factory_is_called():
 
 def test_world_before_the_processes_know_each_other_warns(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.warns(UserWarning, match="torch.distributed is not initialized yet, though WORLD_SIZE is 2: each"):
+    match = "torch.distributed is not initialized yet, though WORLD_SIZE is 2: each"
+    with pytest.warns(UserWarning, match=match) as messages:
         early = built(process_group="world", shard_state=True)
-    assert early._options.process_group is None
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        built(process_group="world")
-        built()
+    assert early._options.process_group is None and {message.filename for message in messages} == {__file__}
+    for alone in ("1", "0", "", "x"):
+        monkeypatch.setenv("WORLD_SIZE", alone)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            built(process_group="world")
+            built()
 
 
 WRONG = {

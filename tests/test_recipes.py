@@ -27,7 +27,7 @@ def recipe(section: str) -> str:
     return re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
 
 
-class Stand(dict):
+class StandInModules:
     """Stand-in modules by dotted name."""
 
     def __init__(self, monkeypatch):
@@ -52,7 +52,7 @@ class Stand(dict):
 
 @pytest.fixture
 def stand(monkeypatch):
-    return Stand(monkeypatch)
+    return StandInModules(monkeypatch)
 
 
 class Model(nn.Module):
@@ -137,6 +137,7 @@ def test_ultralytics(stand):
     assert muon_names(optimizer) == {"model.cv2.0.conv.weight"}
     assert optimizer.param_groups[0]["split"] == "flatten" and optimizer.param_groups[0]["weight_decay"] == 0.5
     before = block["conv"].weight.detach().clone()
+    torch.manual_seed(0)
     for p in detect.parameters():
         p.grad = torch.randn(p.shape) if p.requires_grad else None
     optimizer.step()

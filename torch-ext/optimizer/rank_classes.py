@@ -133,10 +133,12 @@ def _add_owner_state(found: Found, plan: Plan, offloads: bool) -> None:
     """Add the state that each rank keeps as an owner."""
     if plan.state_rows is not None:
         layouts = plan.layouts
+        forms = Counter(
+            (i * offloads, id(layouts[i]), tuple(rows)) for i, rows in enumerate(plan.state_rows)
+        )
         for place, rank in enumerate(layouts[0].ranks if layouts else ()):
-            rows = [(i, of_param[place]) for i, of_param in enumerate(plan.state_rows)]
-            kept = [(i * offloads, id(layouts[i]), n) for i, n in rows if n]
-            found[rank].append(tuple(kept))
+            kept = [(*form[:2], form[2][place], count) for form, count in forms.items()]
+            found[rank].append(tuple(entry for entry in kept if entry[2]))
     for i, owners in enumerate(plan.matrix_owners or ()):
         matrices = plan.layouts[i].matrices
         owned = defaultdict(list)

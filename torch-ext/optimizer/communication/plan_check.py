@@ -98,7 +98,7 @@ FACTS = (
     "number of parameters with state",
     'strides that split="flatten" cannot view',
 )
-NOT_COMPARED = 2  # the last of FACTS, which ranks need not have in common
+NOT_COMPARED = 2  # the last of FACTS, which may differ between ranks
 COMPARED_ELEMENTS = 4  # first elements of a replica that ranks compare
 TOLERANCE = 1e-3  # relative difference above which replicas count as different
 
@@ -129,8 +129,7 @@ def check_plans(
             for entry in _param_digests(plan, sorted(numbers), known)
         ]
         digests, values = _fact_digests(ranks, members, params, options)
-        with_state = sum(bool(state.get(p.params[i])) for p, numbers in members for i in numbers)
-        facts = [*digests, with_state, _first_not_viewable(members)]
+        facts = [*digests, _count_with_state(members, state), _first_not_viewable(members)]
         with errors.during(f"the comparison of plans of ranks {ranks}"):
             device = local_of(members[0][0].params[0]).device
             # In a shared group: dedicated groups exist only with overlap, which may be on for some
@@ -412,13 +411,27 @@ def _compare(
         where = ", ".join(str(rank) for rank, place in places.items() if place == first)
         refusal = NOT_VIEWABLE.format(f"as on ranks {where}")
         raise NotImplementedError(f"parameter {params[first - 1][0]}: {refusal}")
-    without = [rank for rank, row in zip(ranks, rows) if not row[-NOT_COMPARED]]
-    if 0 < len(without) < len(ranks) and this_rank() == min(ranks):
+    counts = [row[-NOT_COMPARED] for row in rows]
+    if not all(counts) and any(counts) and this_rank() == min(ranks):
+        without = [rank for rank, count in zip(ranks, counts) if not count]
         warn_caller(
-            f"ranks {_shortened_list(without)} have no state of {len(params)} parameters, of which "
-            f"other ranks of {_shortened_list(ranks)} have state: momentum and averages begin at "
-            "zero there, and not on the other ranks. Load a checkpoint on all ranks"
+            f"ranks {_shortened_list(without)} have no state of any of the {len(params)} "
+            f"parameters that ranks {_shortened_list(ranks)} share, and other ranks have state of "
+            f"{max(counts)}: there momentum and averages begin at zero, and not on the other "
+            "ranks. Load a checkpoint on all ranks"
         )
+
+
+def _count_with_state(members: list[tuple[Plan, list[int]]], state: Mapping) -> int:
+    """Return the number of parameters with state. State that owners keep does not count: only some
+    ranks have it, and the creation of state compares it. `members`: as in `_fact_digests`.
+    """
+    return sum(
+        bool(state.get(plan.params[i]))
+        for plan, numbers in members
+        if plan.state_rows is None and plan.matrix_owners is None
+        for i in numbers
+    )
 
 
 def _shown(value: object) -> str:

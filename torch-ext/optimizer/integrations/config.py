@@ -250,13 +250,14 @@ def process_group_of(given: object) -> object:
         return given
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD if dist.get_world_size() > 1 else None
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+    world = os.environ.get("WORLD_SIZE", "")
+    if world.isdecimal() and int(world) > 1:
         warnings.warn(
             "process_group: 'world' means None, because torch.distributed is not initialized yet, "
-            f"though WORLD_SIZE is {os.environ['WORLD_SIZE']}: each process steps all matrices, "
+            f"though WORLD_SIZE is {world}: each process steps all matrices, "
             "and shard_state and grads_are_reduced have no effect. Build the optimizer after "
             "torch.distributed.init_process_group",
-            stacklevel=2,
+            stacklevel=4,  # the caller of MuonFactory
         )
     return None
 

@@ -11,8 +11,9 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -181,27 +182,33 @@ def on_mesh_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def once_per_mesh(function: Callable) -> Callable:
-    """Decorator of a function of a mesh: one call for each mesh. torch computes `DeviceMesh.mesh`
-    anew at each read, and thousands of parameters lie on one mesh of thousands of ranks.
+    """Decorator of a function of a mesh: one call for equal meshes on a rank. torch computes
+    `DeviceMesh.mesh` anew at each read, and thousands of parameters lie on one mesh of thousands of
+    ranks. The result must not be changed.
     """
-    known = weakref.WeakKeyDictionary()
+    known = weakref.WeakKeyDictionary()  # mesh -> {rank of this process: result}
 
     @functools.wraps(function)
     def cached(mesh: DeviceMesh) -> object:
-        if mesh not in known:
+        # The ranks of a submesh are those around this rank, and `==` of meshes does not compare
+        # them. A process that joins another job may have another rank
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        found = known.setdefault(mesh, {})
+        if rank not in found:
             # `DeviceMesh.mesh` is a real tensor: see [Note: FakeTensorMode] in layout.py
             with no_dispatch():
-                known[mesh] = function(mesh)
-        return known[mesh]
+                found[rank] = function(mesh)
+        return found[rank]
 
     return cached
 
 
 @once_per_mesh
-def mesh_coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
+def mesh_coordinates(mesh: DeviceMesh) -> Mapping[int, tuple[int, ...]]:
     """The coordinate of each global rank of a mesh, row-major, from the mesh's ranks."""
     ranks = mesh.mesh
-    return dict(zip(ranks.flatten().tolist(), itertools.product(*map(range, ranks.shape))))
+    coordinates = itertools.product(*map(range, ranks.shape))
+    return MappingProxyType(dict(zip(ranks.flatten().tolist(), coordinates)))
 
 
 def is_by_rows(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

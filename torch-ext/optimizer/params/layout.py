@@ -646,10 +646,10 @@ def _check_rank_order(param: DTensor, label: str) -> None:
 
 
 @once_per_mesh
-def _descending_axes(mesh: DeviceMesh) -> set[int]:
+def _descending_axes(mesh: DeviceMesh) -> frozenset[int]:
     """The axes of a mesh along which ranks do not ascend."""
     ranks = mesh.mesh
-    return {i for i in range(ranks.ndim) if (ranks.diff(dim=i) < 0).any()}
+    return frozenset(i for i in range(ranks.ndim) if (ranks.diff(dim=i) < 0).any())
 
 
 def check_local_shape(param: torch.Tensor, name: str) -> None:

@@ -374,8 +374,8 @@ class Structure:
         return not self._has_twin(param, path, parent) and (
             by_experts
             or not any(
-                rows in layer.inputs and _is_below(layer.path, parent) and layer.path != path
-                for layer in self.layers
+                rows in layer.inputs and layer.path != path
+                for layer in self._layers_below[parent]
             )
         )
 
@@ -398,6 +398,15 @@ class Structure:
         found = collections.defaultdict(list)
         for layer in self.layers:
             for path in {layer.path, layer.path.rpartition(".")[0]}:
+                found[path].append(layer)
+        return found
+
+    @functools.cached_property
+    def _layers_below(self) -> dict[str, list[Layer]]:
+        """Path -> layers at the path or below."""
+        found = collections.defaultdict(list)
+        for layer in self.layers:
+            for path in upwards(layer.path):
                 found[path].append(layer)
         return found
 
