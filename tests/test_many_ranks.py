@@ -92,24 +92,50 @@ def test_a_memory_report_looks_at_one_rank_of_each_kind(monkeypatch):
     assert 0 < counts[64] == counts[1024] <= 4
 
 
+def assert_report_of_all_ranks(opt, monkeypatch):
+    """The memory report, which looks at some ranks, is the one by all ranks and single parameters."""
+    reports, found = part("memory_report"), opt.memory_report()
+    monkeypatch.setattr(part("rank_classes").BucketParts, "weighed", lambda parts, rank, weigh: (
+        parts.at(rank), sum(weigh(*one) for one in parts.at(rank))))
+    monkeypatch.setattr(reports, "representatives", lambda plans, ranks, offloads: list(ranks))
+    monkeypatch.setattr(reports, "parameter_forms", lambda plan, *_: [[i] for i in range(len(plan.params))])
+    assert dataclasses.asdict(opt.memory_report()) == dataclasses.asdict(found)
+
+
+SHAPES = [(36, 40), (36, 40), (25, 16), (5, 24), (25, 16), (48, 16), (36, 40)]
+
+
+@pytest.mark.parametrize("options", [
+    {"shard_state": True}, {"shard_state": True, "rule": "normuon"}, {"grads_are_reduced": False},
+    {"shard_state": True, "offload_state": 3000}], ids=str)
+def test_the_largest_owner_of_plain_state_is_among_those_looked_at(options, monkeypatch):
+    with job(6):
+        plain = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        others = [nn.Parameter(torch.zeros(shape)) for shape in ((50, 3), (7,), (50, 3), (2, 9))]
+        rule = {"rule": options["rule"]} if "rule" in options else {}
+        groups = [{"params": plain, **rule}, {"params": others, "use_muon": False}]
+        arguments = {key: value for key, value in options.items() if key != "rule"}
+        assert_report_of_all_ranks(package().Muon(groups, process_group=dist.group.WORLD, **arguments), monkeypatch)
+
+
+@pytest.mark.parametrize("sizes, placements", [((6,), [Shard(0)]), ((2, 3), [Replicate(), Shard(0)])])
+def test_the_largest_owner_of_matrices_is_among_those_looked_at(sizes, placements, monkeypatch):
+    with job(*sizes) as mesh:
+        groups = [{"params": matrices(mesh, SHAPES, *placements), "rule": "adamuon"}]
+        assert_report_of_all_ranks(package().Muon(groups, state_at_owners=True), monkeypatch)
+
+
 @pytest.mark.parametrize("rule", ["muon", "normuon", "dion2"])
 @pytest.mark.parametrize("sizes, placements", [
     ((12,), [Shard(0)]), ((3, 4), [Replicate(), Shard(0)]), ((4, 3), [Shard(0), Replicate()]),
     ((2, 6), [Shard(1), Shard(0)])])
 def test_the_largest_rank_is_among_those_looked_at(sizes, placements, rule, monkeypatch):
     """Reports by some ranks are those by all ranks, also where ranks store unequal parts or nothing."""
-    reports = part("memory_report")
     with job(*sizes) as mesh:
-        shapes = [(36, 40), (36, 40), (25, 16), (5, 24), (25, 16), (48, 16), (36, 40)]
-        split = [{"params": matrices(mesh, shapes, *placements)},
+        split = [{"params": matrices(mesh, SHAPES, *placements)},
                  {"params": matrices(mesh, 2 * [(36, 24)], *placements), "split": {"rows": [12, 24]}}]
         opt = package().Muon(split, rule=rule, **({"fraction": 0.5} if rule == "dion2" else {}))
-        found = opt.memory_report()
-        monkeypatch.setattr(part("rank_classes").BucketParts, "weighed", lambda parts, rank, weigh: (
-            parts.at(rank), sum(weigh(*one) for one in parts.at(rank))))
-        monkeypatch.setattr(reports, "representatives", lambda plans, ranks, offloads: list(ranks))
-        monkeypatch.setattr(reports, "parameter_forms", lambda plan, *_: [[i] for i in range(len(plan.params))])
-        assert dataclasses.asdict(opt.memory_report()) == dataclasses.asdict(found)
+        assert_report_of_all_ranks(opt, monkeypatch)
 
 
 def test_replaced_state_is_not_kept():
