@@ -4,6 +4,7 @@
     ... --stacks 12x768x3072 --schedules qwen3_8:8 --peers gns dion       one stack, one schedule, two packages
     ... --pause FILE     measure nothing while FILE exists; FILE.idle says that nothing is measured any more
     python benchmarks/polar_page.py --docs docs                           write the table of the page anew
+    python benchmarks/polar_page.py --short-side 256                      print it, of stacks with a short side from 256
 
 Inputs are normal, bf16, fresh for each round; the packages of a stack take turns. All have equal coefficients, given by
 the schedule. Times are of a CUDA graph of one call, or with --eager of calls one after another. A package that is
@@ -53,6 +54,10 @@ def main() -> None:
     options = arguments()
     if options.docs:
         write_parts(Path(options.docs, "polar_benchmark.md"), page(known_rows(RESULTS)))
+        return
+    if options.short_side:
+        rows = [row for row in known_rows(RESULTS) if min(int(row["rows"]), int(row["cols"])) >= options.short_side]
+        print(*page(rows)["table"], sep="\n")
         return
     end = time.monotonic() + options.seconds
     tasks, left = not_measured(options), []
@@ -128,6 +133,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rest-ms", type=float, default=10.0, help="how long the GPU rests before each burst")
     parser.add_argument("--jobs", type=int, default=0, help="processes that fill the compilers' caches beforehand")
     parser.add_argument("--tuning-ms", type=float, default=0, help="for how long Triton's tuner times a configuration")
+    parser.add_argument("--short-side", type=int, default=0, help="print the table of these stacks, measure nothing")
     parser.add_argument("--docs", default=None, help="folder of documents: write the table, and measure nothing")
     add_output(parser, COLUMNS, "polar_page.csv")
     options = parser.parse_args()

@@ -300,6 +300,18 @@ def test_memory_of_a_call_does_not_depend_on_what_the_first_one_left(monkeypatch
     assert memory == {"dion": 3.0} and len(calls) == 2 and gc.isenabled()
 
 
+def test_the_page_is_printed_for_stacks_of_a_short_side(monkeypatch, capsys):
+    page = load("polar_page", monkeypatch)
+    rows = [dict(gpu="NVIDIA H200", steps="5", set="jordan", commit="c", run="graph", implementation=name, n="1",
+                 rows=side, cols="600", median_ms=time, error="1e-3", memory_mib="2", date="2026-11-28", version="")
+            for side, times in (("256", "12"), ("255", "18")) for name, time in zip(("ours", "dion"), times)]
+    monkeypatch.setattr(page, "known_rows", lambda results: rows)
+    for least, ratio in (256, "| 1 | 2.00 |"), (255, "| 2 | 4.00 |"):
+        monkeypatch.setattr(sys, "argv", ["polar_page.py", "--short-side", str(least)])
+        page.main()
+        assert [line for line in capsys.readouterr().out.splitlines() if ratio in line and "dion" in line]
+
+
 def test_compilers_see_a_stack_of_each_kind(monkeypatch):
     """Wide and tall ones, and sizes that are no multiples of 16: of each kind the one of the least work."""
     page = load("polar_page", monkeypatch)

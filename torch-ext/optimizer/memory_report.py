@@ -172,7 +172,7 @@ class ForecastPlanner(Planner):
         super().__init__(options, process_groups)
         self.row_shards = row_shards
         self.gpu_bytes = gpu_bytes
-        # Id of the `rank_plans` of a plan -> how to find those of other ranks
+        # Id of the `rank_plans` of a plan -> its buckets, with the parts of all ranks
         self.parts_of: dict[int, BucketParts] = {}
 
     def _find_hardware(
@@ -264,7 +264,7 @@ def plans_of(
     options: MuonConfig,
     options_by_group: Sequence[MuonConfig],
 ) -> list[tuple[Plan, BucketParts | None]]:
-    """Return [(plan of this rank, rank -> parts of the buckets on the rank)] of a first step with
+    """Return [(plan of this rank, its buckets with the parts of all ranks)] of a first step with
     gradients of all parameters that require one. None: a plan without buckets. Sends nothing.
 
     `planner`: returns a new planner; parameters that a process steps alone are planned apart, as in

@@ -14,12 +14,12 @@ from .planning.plan import Bucket
 from .planning.planner import Plan
 from .planning.rank_plan import AllToAllPlan, RankPlan
 
-Found = dict[int, list]  # rank -> what its memory depends on
+Facts = dict[int, list]  # rank -> facts that determine its memory
 
 
 class BucketParts:
-    """The buckets of a plan, of all ranks, and the parts of each rank in them: a part is made once
-    for all ranks that store and own alike.
+    """The buckets of a plan, of all ranks, and the parts of each rank in them. `weighed` makes a
+    part once for all ranks that store boxes of equal sizes and own matrices of equal shapes.
     """
 
     def __init__(
@@ -30,7 +30,8 @@ class BucketParts:
         self.rank_plan = rank_plan
         # Rank -> [(bucket, class of the rank in the bucket)], filled by `representatives`
         self.classes: dict[int, list[tuple[Bucket, tuple]]] = defaultdict(list)
-        self.known: dict[tuple, tuple[RankPlan, int]] = {}  # class -> (part, result of `weigh`)
+        # Class -> (part, result of `weigh`)
+        self.part_of_class: dict[tuple, tuple[RankPlan, int]] = {}
 
     def at(self, rank: int) -> list[tuple[Bucket, RankPlan]]:
         """Return [(bucket, its part on the rank)], with all pieces."""
@@ -40,15 +41,17 @@ class BucketParts:
         self, rank: int, weigh: Callable[[Bucket, RankPlan], int]
     ) -> tuple[list[tuple[Bucket, RankPlan]], int]:
         """Return ([(bucket, a part with the sizes of the part on the rank)], sum of `weigh` over
-        the parts). Parts of matrices come without pieces, which would take much memory.
+        the parts). Parts of matrices come without pieces, which would take much memory. After
+        `representatives`.
         """
         parts, total = [], 0
-        for bucket, kind in self.classes[rank]:
-            if kind not in self.known:
+        for bucket, rank_class in self.classes[rank]:
+            if rank_class not in self.part_of_class:
                 part = self.rank_plan(bucket, rank)
                 nbytes = weigh(bucket, part)
-                self.known[kind] = _without_pieces(part) if bucket.owners else part, nbytes
-            part, nbytes = self.known[kind]
+                kept = _without_pieces(part) if bucket.owners else part
+                self.part_of_class[rank_class] = kept, nbytes
+            part, nbytes = self.part_of_class[rank_class]
             parts.append((bucket, part))
             total += nbytes
         return parts, total
@@ -74,16 +77,16 @@ def representatives(
     [Note: direct matrices] in rank_plan.py): whether the rank is in the first replica, and whether
     it is the last of its replica.
     """
-    found: Found = {rank: [] for rank in ranks}
+    facts: Facts = {rank: [] for rank in ranks}
     for plan, parts in plans:
-        boxes = _add_boxes(found, plan)
-        _add_owner_state(found, plan, offloads)
+        boxes = _add_boxes(facts, plan)
+        _add_owner_state(facts, plan, offloads)
         if parts is not None:
-            _add_buckets(found, plan, parts, boxes)
-    classes = {}
-    for rank, facts in found.items():
-        classes.setdefault(tuple(facts), rank)
-    return sorted(classes.values())
+            _add_buckets(facts, plan, parts, boxes)
+    first_of_class = {}
+    for rank, of_rank in facts.items():
+        first_of_class.setdefault(tuple(of_rank), rank)
+    return sorted(first_of_class.values())
 
 
 def parameter_forms(plan: Plan, numbers: Mapping[int, int], offloads: bool) -> list[list[int]]:
@@ -102,12 +105,14 @@ def parameter_forms(plan: Plan, numbers: Mapping[int, int], offloads: bool) -> l
     return list(forms.values())
 
 
-def _add_boxes(found: Found, plan: Plan) -> dict[int, int]:
-    """Add the sizes of the boxes that each rank stores; return rank -> number of these sizes."""
+def _add_boxes(facts: Facts, plan: Plan) -> dict[int, int]:
+    """Add the sizes of the boxes that each rank stores. Return rank -> a number, equal for ranks
+    with equal sizes.
+    """
     every = (plan.layouts, *plan.state_layouts.values(), *plan.selected.values())
     distinct = {id(layout): layout for layouts in every for layout in layouts}
     numbers, number_of = {}, {}
-    for rank, facts in found.items():
+    for rank, of_rank in facts.items():
         sizes = []
         for layout in distinct.values():
             box = layout.boxes.get(rank)
@@ -115,7 +120,7 @@ def _add_boxes(found: Found, plan: Plan) -> dict[int, int]:
             if box is not None and _has_units(layout):
                 sizes.append(tuple(_shapes(layout, rank, u) for u in layout.unit_sizes(rank)))
         number_of[rank] = numbers.setdefault(tuple(sizes), len(numbers))
-        facts.append(number_of[rank])
+        of_rank.append(number_of[rank])
     return number_of
 
 
@@ -129,7 +134,7 @@ def _shapes(layout: Layout, rank: int, unit: int) -> tuple[tuple[int, int], ...]
     return tuple((r1 - r0, c1 - c0) for ((r0, r1), (c0, c1)), _ in layout.unit_boxes(rank, unit))
 
 
-def _add_owner_state(found: Found, plan: Plan, offloads: bool) -> None:
+def _add_owner_state(facts: Facts, plan: Plan, offloads: bool) -> None:
     """Add the state that each rank keeps as an owner."""
     if plan.state_rows is not None:
         layouts = plan.layouts
@@ -138,38 +143,39 @@ def _add_owner_state(found: Found, plan: Plan, offloads: bool) -> None:
         )
         for place, rank in enumerate(layouts[0].ranks if layouts else ()):
             kept = [(*form[:2], form[2][place], count) for form, count in forms.items()]
-            found[rank].append(tuple(entry for entry in kept if entry[2]))
+            facts[rank].append(tuple(entry for entry in kept if entry[2]))
     for i, owners in enumerate(plan.matrix_owners or ()):
         matrices = plan.layouts[i].matrices
         owned = defaultdict(list)
         for (_, unit), owner in zip(matrices, owners):
             owned[owner].append(plan.layouts[i].unit_shapes[unit])
         for rank, shapes in owned.items():
-            if rank in found:
-                found[rank].append((i * offloads, id(plan.layouts[i]), tuple(shapes)))
+            if rank in facts:
+                facts[rank].append((i * offloads, id(plan.layouts[i]), tuple(shapes)))
 
 
-def _add_buckets(found: Found, plan: Plan, parts: BucketParts, boxes: dict[int, int]) -> None:
+def _add_buckets(facts: Facts, plan: Plan, parts: BucketParts, boxes: dict[int, int]) -> None:
     """Add the classes of each rank in the buckets of a plan, and fill `parts.classes`. `boxes`: as
     `_add_boxes` returns it.
     """
-    kinds: dict[tuple, int] = {}  # what a bucket holds -> number
+    contents: dict[tuple, int] = {}  # content of a bucket -> number
     for bucket in parts.buckets:
         if bucket.owners:
-            known = {rank: (boxes[rank], *facts) for rank, facts in _facts_in(plan, bucket, kinds)}
-            for rank, kind in known.items():
-                found[rank].append(kind)
+            in_bucket = _facts_in(plan, bucket, contents)
+            classes = {rank: (boxes[rank], *of_rank) for rank, of_rank in in_bucket}
+            for rank, rank_class in classes.items():
+                facts[rank].append(rank_class)
         else:  # chunks: `_add_owner_state` tells the rows of each rank
-            known = {rank: (id(bucket), rank) for rank in bucket.ranks}
-        for rank, kind in known.items():
-            parts.classes[rank].append((bucket, kind))
+            classes = {rank: (id(bucket), rank) for rank in bucket.ranks}
+        for rank, rank_class in classes.items():
+            parts.classes[rank].append((bucket, rank_class))
 
 
 def _facts_in(
-    plan: Plan, bucket: Bucket, kinds: dict[tuple, int]
+    plan: Plan, bucket: Bucket, contents: dict[tuple, int]
 ) -> Iterator[tuple[int, tuple]]:
-    """Yield (rank, what the sizes of its part of a bucket depend on). `kinds`: what a bucket holds
-    -> number.
+    """Yield (rank, facts that determine the sizes of its part of a bucket). `contents`: content of
+    a bucket -> number.
     """
     layouts = plan.selected.get("matrix", plan.layouts)
     units = Counter()  # (id of a layout, unit) -> number of matrices
@@ -179,28 +185,28 @@ def _facts_in(
         units[id(layout), m.unit] += 1
         stored = _shapes(layout, owner, m.unit) if _has_units(layout) else ()
         owned[owner].append((id(layout), layout.unit_shapes[m.unit], m.selected, stored))
-    owned = {rank: tuple(some) for rank, some in owned.items()}
+    owned = {rank: tuple(of_rank) for rank, of_rank in owned.items()}
     distinct = {id(layouts[m.param]): layouts[m.param] for m in bucket.matrices}
     shapes = Counter()
     for (key, unit), count in units.items():
         shapes[key, distinct[key].unit_shapes[unit]] += count
-    lists = Counter(tuple(entry[:3] for entry in some) for some in owned.values())
-    whole = frozenset(shapes.items()), frozenset(lists.items())
-    kind = bucket.route, len(bucket.ranks), bucket.memory, *whole
-    number = kinds.setdefault(kind, len(kinds))
+    lists = Counter(tuple(entry[:3] for entry in of_rank) for of_rank in owned.values())
+    content = frozenset(shapes.items()), frozenset(lists.items())
+    content = bucket.route, len(bucket.ranks), bucket.memory, *content
+    number = contents.setdefault(content, len(contents))
     replicas = {x.replicas: x for x in distinct.values() if len(x.replicas) > 1}
     sources = [list(_owned_by_replica(x, owned)) for x in replicas.values()]
     split = [layout for layout in distinct.values() if _has_units(layout)]
     for rank in bucket.ranks:
-        facts = [number, owned.get(rank)]
-        for of, layout in zip(sources, replicas.values()):
+        of_rank = [number, owned.get(rank)]
+        for of_replica, layout in zip(sources, replicas.values()):
             replica = layout.replica_of[rank]
             is_last = layout.replicas[replica][-1] == rank
-            facts.append((of[replica], replica == 0, is_last))
+            of_rank.append((of_replica[replica], replica == 0, is_last))
         for layout in split:
             held = [(u, units[id(layout), u]) for u in layout.unit_sizes(rank)]
-            facts.append(tuple((_shapes(layout, rank, u), n) for u, n in held if n))
-        yield rank, tuple(facts)
+            of_rank.append(tuple((_shapes(layout, rank, u), n) for u, n in held if n))
+        yield rank, tuple(of_rank)
 
 
 def _owned_by_replica(layout: Layout, owned: Mapping[int, tuple]) -> Iterator[frozenset]:

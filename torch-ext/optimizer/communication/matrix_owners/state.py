@@ -123,7 +123,7 @@ def _matches(
 
 
 def _digest_above_0(value: object) -> int:
-    """Return an integer > 0 for a value, by its `repr`: equal on all ranks."""
+    """Return an integer > 0 for a value, equal on ranks with an equal `repr` of it."""
     return 1 + digest_int(value)
 
 

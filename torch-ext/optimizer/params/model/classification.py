@@ -191,9 +191,7 @@ def _learned(param: torch.Tensor, place: Place, structure: Structure) -> Kind | 
 
 
 def _head(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Output layers: by type of a loss module, by vocabulary size, by use, or by name
-    and place.
-    """
+    """Output layers: by type of a loss module, by vocabulary size, by use, or by name and place."""
     path, module = structure.place_in_model(place)
     if _is_of_loss(path, structure):
         return Kind(HEADS, "head")

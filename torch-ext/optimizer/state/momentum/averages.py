@@ -2,10 +2,10 @@
 
 Like momentum (conversion.py), 8-bit averages become fp32 in their saved placements, before tensors
 are redistributed, and wide averages (fp32 or bf16) become 8-bit in the placements of the parameter.
-Numbers and
-scales have keys of their own, so that no average is loaded in place of one of another format. A
-state with averages in both formats is refused: torch's `set_optimizer_state_dict` with full tensors
-adds the saved averages to the optimizer's own, and with `broadcast_from_rank0` on a single rank.
+Numbers and scales have keys of their own, so that no average is loaded in place of one of another
+format. A state with averages in both formats is refused: torch's `set_optimizer_state_dict` with
+full tensors adds the saved averages to the optimizer's own, and with `broadcast_from_rank0` on a
+single rank.
 """
 
 from __future__ import annotations
