@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -172,15 +173,23 @@ def test_a_live_change_of_state_at_owners(gathered, optimizer):
     assert all(run_ranks(2, of_owners, gathered))
 
 
-def test_a_wrong_live_key_does_not_hinder_saving(optimizer):
-    model, muon = model_and_optimizer()
+WRONG = {"rule": ["unknown", 3], "split": ["unknown", {"rows": [3, 4]}], "momentum_form": [[]]}
+
+
+@pytest.mark.parametrize("key, value", [(key, value) for key in WRONG for value in WRONG[key]], ids=str)
+@pytest.mark.parametrize("cls", ["Muon", "NorMuon", "hyperball"])
+def test_a_wrong_live_key_does_not_hinder_saving(cls, key, value, optimizer, tmp_path):
+    """The next step refuses it."""
+    model, muon = model_and_optimizer(**({"rule": cls} if cls == "hyperball" else {"cls": cls}))
     step(model, muon, 1)
-    muon.param_groups[0]["rule"] = "unknown"
+    held = {p: dict(state) for p, state in muon.state.items()}
+    muon.param_groups[0][key] = value
     assert len(muon.state_dict()["state"]) == 2
-    model, muon = model_and_optimizer(rule="hyperball")
-    step(model, muon, 1)
-    muon.param_groups[0]["split"] = "unknown"
-    assert len(muon.state_dict()["state"]) == 2
+    optimizer.export_state(muon, tmp_path / "state.safetensors")
+    assert len(dsd.get_optimizer_state_dict(model, muon)["state"]) == 2
+    assert all(muon.state[p].keys() == state.keys() for p, state in held.items())
+    with pytest.raises((TypeError, ValueError)):
+        step(model, muon, 2)
 
 
 def test_an_empty_state_dict_names_its_likely_cause(optimizer):
@@ -193,30 +202,128 @@ def test_an_empty_state_dict_names_its_likely_cause(optimizer):
 THIRDS = {"rows": [4, 4, 4]}
 
 
-@pytest.mark.parametrize("way", ["live", "saved after it", "loaded"])
+def hyperball(split, steps, **options):
+    """(weight, optimizer) after some steps. Rows have different norms."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(12, 8) * torch.arange(1.0, 13.0)[:, None])
+    group = {"params": [weight], "split": split}
+    muon = package().Muon([group], lr=0.01, rule="hyperball", **options)
+    for seed in range(steps):
+        step_of(weight, muon, seed)
+    return weight, muon
+
+
+def step_of(weight, muon, seed):
+    weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    muon.step()
+
+
+def keeps_norms(weight, muon, split):
+    """Whether a step keeps the norms of the matrices of a split."""
+    sizes = split["rows"] if split else [12]
+    norms = [part.norm() for part in weight.detach().split(sizes)]
+    step_of(weight, muon, 9)
+    return torch.allclose(torch.stack([part.norm() for part in weight.detach().split(sizes)]), torch.stack(norms), 1e-3)
+
+
+@pytest.mark.parametrize("way", ["live", "saved after it", "copied after it", "loaded"])
 @pytest.mark.parametrize("before, after", [(None, THIRDS), (THIRDS, None), ({"rows": [8, 4]}, {"rows": [4, 8]})],
                          ids=str)
 def test_hyperball_keeps_the_norms_of_matrices_that_are_cut_otherwise(before, after, way, optimizer):
     """The radius, a number of a whole matrix, has a shape that fits: weights jumped to the norms of other matrices."""
-    def made(split):
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(12, 8) * torch.arange(1.0, 13.0)[:, None])
-        return weight, optimizer.Muon([{"params": [weight], "split": split}], lr=0.01, rule="hyperball")
-
-    weight, muon = made(before)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(2):
-        weight.grad = torch.randn(weight.shape, generator=generator)
-        muon.step()
+    weight, muon = hyperball(before, 2)
     if way != "loaded":
         muon.param_groups[0]["split"] = after
-    if way != "live":
-        heir, again = made(after)
+    if way in ("saved after it", "loaded"):
+        heir, again = hyperball(after, 0)
         again.load_state_dict(muon.state_dict())
         heir.data.copy_(weight.data)
         weight, muon = heir, again
-    sizes = after["rows"] if after else [12]
-    norms = [part.norm() for part in weight.detach().split(sizes)]
-    weight.grad = torch.randn(weight.shape, generator=generator)
-    muon.step()
-    torch.testing.assert_close([part.norm() for part in weight.detach().split(sizes)], norms, rtol=1e-3, atol=0)
+    elif way == "copied after it":
+        weight, muon = copy.deepcopy((weight, muon))
+    assert keeps_norms(weight, muon, after)
+
+
+def dropped_plans(way):
+    """(weight, optimizer) whose plans were dropped since the last step, by one of several ways."""
+    weight, muon = hyperball(None, 2)
+    if way == "loaded":
+        muon.load_state_dict(muon.state_dict())
+    elif way == "copied":
+        weight, muon = copy.deepcopy((weight, muon))
+    elif way == "added to":
+        muon.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    else:  # and without a gradient in a step before the change
+        other = nn.Parameter(torch.ones(2, 2))
+        muon.add_param_group({"params": [other]})
+        other.grad, weight.grad = torch.ones(2, 2), None
+        muon.step()
+    return weight, muon
+
+
+@pytest.mark.parametrize("way", ["loaded", "copied", "added to", "frozen"])
+def test_a_radius_begins_anew_although_plans_were_dropped_before_the_split_changed(way, optimizer):
+    weight, muon = dropped_plans(way)
+    muon.param_groups[0]["split"] = THIRDS
+    assert not muon.state_dict()["state"][0]["radius"].any()  # as the next step would begin from
+    assert keeps_norms(weight, muon, THIRDS)
+
+
+def test_a_replaced_parameter_keeps_the_split_of_its_radius(optimizer):
+    weight, muon = hyperball(None, 2)
+    muon.load_state_dict(muon.state_dict())
+    new = nn.Parameter(weight.detach().clone())
+    muon.param_groups[0].update(params=[new], split=THIRDS)
+    assert keeps_norms(new, muon, THIRDS)
+    assert list(muon._preparation.cuts) == [new]  # nothing holds the old weight
+
+
+def of_ranks_with_other_splits(rank, world):
+    """Whether the radius stays, since all ranks raise, and a later common change begins it anew."""
+    weight, muon = hyperball(None, 2, process_group=dist.group.WORLD)
+    before = muon.state[weight]["radius"].clone()
+    muon.param_groups[0]["split"] = THIRDS if rank else {"rows": [8, 4]}
+    with pytest.raises(RuntimeError, match="group option split"):
+        step_of(weight, muon, 3)
+    muon.param_groups[0]["split"] = None
+    stays = torch.equal(muon.state[weight]["radius"], before)
+    step_of(weight, muon, 3)
+    muon.param_groups[0]["split"] = THIRDS
+    return stays and torch.equal(muon.state[weight]["radius"], before) and keeps_norms(weight, muon, THIRDS)
+
+
+def of_owners_with_another_split(rank, world):
+    """No state dict has the radius of the old split: consolidated before the change, after it, and by DCP."""
+    weight, muon = hyperball(None, 2, process_group=dist.group.WORLD, shard_state=True)
+
+    def radius(state):
+        return state["radius"].full_tensor() if hasattr(state["radius"], "full_tensor") else state["radius"]
+
+    muon.consolidate_state_dict(to=None)
+    assert radius(muon.state_dict()["state"][0]).all()
+    muon.param_groups[0]["split"] = THIRDS
+    live = radius(muon.state_dict()["state"][0])  # not from the gathered state
+    muon.consolidate_state_dict(to=None)
+    gathered = muon.state_dict()["state"][0]["radius"]
+    by_dcp = radius(dsd.get_optimizer_state_dict(nn.ParameterDict({"w": weight}), muon)["state"]["w"])
+    assert all(found.shape == (12, 1) and not found.any() for found in (live, gathered, by_dcp))
+    return keeps_norms(weight, muon, THIRDS)
+
+
+@pytest.mark.parametrize("function", [of_ranks_with_other_splits, of_owners_with_another_split])
+def test_a_radius_on_several_ranks(function, optimizer):
+    assert all(run_ranks(2, function))
+
+
+def of_a_rule_changed_after_the_gather(rank, world):
+    """The shape of a state that the rule before the change had not: whole, as all state."""
+    before, change = CHANGES["lion to adamw"]
+    model, muon = live(before, None, 2, process_group=dist.group.WORLD, shard_state=True)
+    step(model, muon, 1)
+    muon.consolidate_state_dict(to=None)
+    muon.param_groups[0].update(change)
+    return [tuple(state["exp_avg_sq"].shape) for state in muon.state_dict()["state"].values()]
+
+
+def test_a_rule_changed_after_the_gather(optimizer):
+    assert run_ranks(2, of_a_rule_changed_after_the_gather) == [[(8, 6), (6, 8)]] * 2

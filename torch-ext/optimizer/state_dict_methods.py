@@ -69,10 +69,15 @@ class StateDictMethods(ForwardOverlapMethods):
         once the model is sharded. Raises RuntimeError if buckets have started during backward.
         """
         self._backward_overlap.raise_if_started("init_state")
+        self._create_state()
+
+    def _create_state(self, skips_wrong: bool = False) -> None:
+        """Create missing state. `skips_wrong`: as in `create.complete_state`."""
         self._adopt_state()
         self._find_world()
         with create.outside_inference_mode():
-            create.complete_state(self.param_groups, self.state, self._options_by_group())
+            own = self._options_by_group()
+            create.complete_state(self.param_groups, self.state, own, skips_wrong)
         self._adopt_state()
 
     @waits_for_updates
@@ -135,9 +140,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._adopt_state()
         creates = by_checkpoint and not (self._is_torn or self._backward_overlap.has_started)
         if not self._owner_keeps_state:
-            if creates:
-                self.init_state()
-            state = self._with_missing_keys()
+            state = self._completed() if creates else self._with_missing_keys()
             if self._options.state_at_owners:
                 state = at_owners.as_placed_dtensors(state, self.param_groups)
             with self._showing(state):
@@ -145,12 +148,14 @@ class StateDictMethods(ForwardOverlapMethods):
         named = self._named()
         # torch.distributed.checkpoint saves the parts of all ranks: a consolidated state is no help
         gathered = None if by_checkpoint else self._consolidated
-        if gathered is not None and gathered.is_current(named, self.state):
-            with self._showing(gathered.whole_state(named, self._with_missing_keys())):
-                return gathered.mark(super().state_dict())
+        if gathered is not None:
+            state = self._with_missing_keys()
+            if gathered.is_current(named, self.state, state):
+                with self._showing(gathered.whole_state(named, state)):
+                    return gathered.mark(super().state_dict())
         self._find_world()
-        complete, state = (self.init_state, self.state) if creates else (None, None)
-        state = self._with_missing_keys() if state is None else state
+        complete = self._completed if creates else None
+        state = self.state if creates else self._with_missing_keys()
         offloads = bool(self._options.offload_state)
         shown = state_for_checkpoint(state, named, self._shared(), complete, offloads)
         with self._showing(shown):
@@ -160,8 +165,13 @@ class StateDictMethods(ForwardOverlapMethods):
         """`state` as the next step would begin from, after a live change of a group."""
         with create.outside_inference_mode():
             return create.with_missing_keys(
-                self.param_groups, self.state, self._options_by_group(), self._preparation.plans
+                self.param_groups, self.state, self._options_by_group(), self._preparation.cuts
             )
+
+    def _completed(self) -> dict:
+        """`_with_missing_keys` of created state, for torch.distributed.checkpoint."""
+        self._create_state(skips_wrong=True)
+        return self._with_missing_keys()
 
     @waits_for_updates
     def consolidate_state_dict(self, to: int | None = 0) -> None:
@@ -251,6 +261,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._drop_plans()
         self._preparation.forget_members()
         self._adopt_state()
+        self._preparation.keep_cuts(create.splits_by_param(self.param_groups), self.state)
         self._why_unbound = "after load_state_dict(), which drops the plan"
 
     @waits_for_updates
@@ -277,6 +288,7 @@ class StateDictMethods(ForwardOverlapMethods):
             "_is_world": self._is_world,
             "_timing": self._timing,
             "_collects": self._collects,
+            "_cuts": self._preparation.cuts,
         }
 
     def __setstate__(self, state: dict) -> None:
@@ -285,6 +297,7 @@ class StateDictMethods(ForwardOverlapMethods):
         if "_itself" not in vars(self):
             self._start(state["_options"])
         rules.register_origins(state.pop("_rule_origins", {}))
+        cuts = state.pop("_cuts", {})
         super().__setstate__(state)
         if isinstance(self._options.process_group, str):
             group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
@@ -294,6 +307,9 @@ class StateDictMethods(ForwardOverlapMethods):
         self._live_keys.accept(self.param_groups)
         if "_options" in state:  # a copy: torch also calls this to load a state dict
             self._beta1.adopt(self.param_groups)
+            # Older pickles have no cuts: their state is taken for that of their groups
+            cuts = {**create.splits_by_param(self.param_groups), **cuts}
+            self._preparation.keep_cuts(cuts, self.state)
         self._drop_plans()
         self._why_unbound = "in a copy, or after unpickling"
 

@@ -41,15 +41,16 @@ def state_for_checkpoint(
     state: dict,
     named: dict[torch.Tensor, str],
     shared: Sequence[Shared],
-    complete: Callable[[], None] | None = None,
+    complete: Callable[[], dict] | None = None,
     offloads: bool = False,
 ) -> dict:
     """Return the state as row DTensors, see `as_row_dtensors`; state in no process group stays as
     stored. Collective; raises RuntimeError, before any collective, if a rank does not call in time.
 
     `named`: all parameters. `shared`: in an equal order on ranks with common process groups.
-    `complete`: a function that creates missing entries of `state`, called on every rank; None: no
-    state is created. `offloads`: as in `as_row_dtensors`.
+    `complete`: a function that creates missing entries of `state`, called on every rank, and
+    returns the state to show in place of `state`; None: no state is created. `offloads`: as in
+    `as_row_dtensors`.
     """
     with errors.during(
         "state_dict(), which all ranks of process_group call together where owners keep the state"
@@ -62,7 +63,7 @@ def state_for_checkpoint(
         if complete is not None:
             for group, members in shared:
                 _count_rows(state, members, group)
-            complete()
+            state = complete()
         shown = {param: state[param] for param in named if param in state}
         for group, members in shared:
             shown |= as_row_dtensors(state, members, group, offloads)

@@ -36,12 +36,12 @@ class Consolidated:
     elsewhere: int | None
     seen: dict
 
-    def is_current(self, named: dict, state: dict) -> bool:
+    def is_current(self, named: dict, state: dict, complete: dict) -> bool:
         """Return whether the optimizer still has the parameters `named` and the gathered tensors,
-        unchanged. A step must drop the object itself: kernels do not change the version counters of
-        tensors.
+        unchanged, and would begin the same state anew. `complete`: as in `consolidate`. A step must
+        drop the object itself: kernels do not change the version counters of tensors.
         """
-        current = _fingerprint(named, state)
+        current = _fingerprint(named, state, complete)
         # Objects are compared too: an id may belong to a new object after the old one died
         return current.keys() == self.seen.keys() and all(
             version == self.seen[entry][1] and reference() is self.seen[entry][0]()
@@ -86,7 +86,7 @@ def consolidate(
             whole |= gather(complete, members, group, to)
     group = shared[0][0]
     elsewhere = None if to in (None, group.rank()) else dist.get_global_rank(group, to)
-    return Consolidated(whole, elsewhere, _fingerprint(named, state))
+    return Consolidated(whole, elsewhere, _fingerprint(named, state, complete))
 
 
 def check_target(to: int | None, group: dist.ProcessGroup | None, is_common: bool = True) -> None:
@@ -117,14 +117,18 @@ def refuse_elsewhere(state_dict: dict) -> None:
         )
 
 
-def _fingerprint(named: dict, state: dict) -> dict:
+def _fingerprint(named: dict, state: dict, complete: dict) -> dict:
     """Return {(id of a parameter, key): (weak reference to the state tensor, version counter)}, and
-    an entry with key None for the parameter itself.
+    an entry with key None for the parameter itself. Tensors that only `complete` has, which is made
+    for each call, have no reference, and shape and dtype in place of the counter.
     """
     found = {(id(param), None): (weakref.ref(param), 0) for param in named}
     for param in named:
         for key in row_sharded_keys():
-            if isinstance(value := state.get(param, {}).get(key), torch.Tensor):
+            value = complete.get(param, {}).get(key)
+            if isinstance(value, torch.Tensor) and value is not state[param].get(key):
+                found[id(param), key] = type(None), (value.shape, value.dtype)
+            elif isinstance(value, torch.Tensor):
                 # Tensors made in inference mode have no version counter
                 version = 0 if value.is_inference() else value._version
                 found[id(param), key] = (weakref.ref(value), version)

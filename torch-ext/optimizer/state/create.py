@@ -100,15 +100,20 @@ def adopt_state(
     return [list(group["params"]) for group in groups]
 
 
-def complete_state(groups: list[dict], state: dict, options: Sequence[MuonConfig]) -> None:
+def complete_state(
+    groups: list[dict], state: dict, options: Sequence[MuonConfig], skips_wrong: bool = False
+) -> None:
     """Create missing state of all parameters that require a gradient: zero, in place, without
-    communication. `options`: of each group.
+    communication. `options`: of each group. `skips_wrong`: leave out groups that are not
+    `is_readable`, for which errors are raised otherwise.
 
     State is placed like the parameter. State kept by owners gets as many rows on each rank as a
     row-sharded DTensor, until the first step chooses owners. All parameters get state on every
     rank, since the keys of a checkpoint must be equal on all ranks.
     """
     for group, own in zip(groups, options):
+        if skips_wrong and not is_readable(group, own.state_dtype):
+            continue
         for param, split in zip(group["params"], splits_of(group)):
             if not param.requires_grad:
                 continue
@@ -121,72 +126,65 @@ def complete_state(groups: list[dict], state: dict, options: Sequence[MuonConfig
             create_state(held, param, keys_of(group, param, dtype), dtype, split, rows, offloads)
 
 
-def begin_cut_state_anew(plans: Sequence[Plan], groups: Iterable[dict], state: dict) -> None:
-    """Delete state of whole matrices (`State.of_matrix`) of weights that `groups` cut into other
-    matrices than `plans`, the plans of earlier steps.
+def is_readable(group: dict, dtype: torch.dtype) -> bool:
+    """Whether the group says which state its parameters have. Else one of its live keys is wrong,
+    which the next step refuses, and saving must not. `dtype`: the option `state_dtype`.
     """
-    for param, kept in _cut_anew(plans, groups, state).items():
-        for key in state[param].keys() - kept.keys():
-            del state[param][key]
+    try:
+        dtype = group_state_dtype(group, dtype)
+        for param, split in zip(group["params"], splits_of(group)):
+            for key in keys_of(group, param, dtype):
+                state_shape(param, key, split)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
-def _cut_anew(plans: Sequence[Plan], groups: Iterable[dict], state: dict) -> dict:
-    """Return {parameter: its state without numbers of whole matrices}, of weights that `groups` cut
-    otherwise than `plans`. State at the owners of matrices is left to its own checks.
+def splits_by_param(groups: Iterable[dict]) -> dict[torch.Tensor, Split]:
+    """Return {parameter: how its group cuts it}, without groups with a wrong split."""
+    found = {}
+    for group in groups:
+        with contextlib.suppress(TypeError, ValueError):
+            found.update(zip(group["params"], splits_of(group)))
+    return found
+
+
+def cut_anew(before: dict, now: dict, state: dict) -> dict:
+    """Return {parameter: its state without numbers of whole matrices (`State.of_matrix`)}, of
+    parameters that are cut into other matrices now. `before`, `now`: {parameter: `Split`}. State at
+    the owners of matrices is left to its own checks.
     """
     keys, found = matrix_keys(), {}
-    before = {p: plan.split(i) for plan in plans for i, p in enumerate(plan.params)}
-    for group in groups:
-        if all(keys.isdisjoint(state.get(p, ())) for p in group["params"]):
-            continue
-        try:
-            splits = splits_of(group)
-        except (TypeError, ValueError):  # a wrong split, which the next step refuses
-            continue
-        for param, split in zip(group["params"], splits):
-            held = state.get(param, {})
-            stale = [key for key in keys & held.keys() if not at_owners.is_at_owners(held, key)]
-            if stale and before.get(param, split) != split:
-                found[param] = {key: value for key, value in held.items() if key not in stale}
+    for param, split in before.items():
+        held = state.get(param, {})
+        stale = [key for key in keys & held.keys() if not at_owners.is_at_owners(held, key)]
+        if stale and now.get(param, split) != split:
+            found[param] = {key: value for key, value in held.items() if key not in stale}
     return found
 
 
 def with_missing_keys(
-    groups: list[dict], state: dict, options: Sequence[MuonConfig], plans: Sequence[Plan]
+    groups: list[dict], state: dict, options: Sequence[MuonConfig], cuts: dict
 ) -> dict:
     """Return `state` with a completed copy of each parameter's state that lacks keys of its group,
-    as after a live change of the group's rule or split: zeros, as the next step would create them.
-    `state` itself stays unchanged, and parameters without state stay without. `options`: of each
-    group. `plans`: of earlier steps.
+    as after a live change of the group's rule or split: as the next step would create them.
+    `state` itself stays unchanged, and parameters without state stay without; so do groups that are
+    not `is_readable`. `options`: of each group. `cuts`: {parameter: `Split` of its state}.
     """
-    state = {**state, **cut} if (cut := _cut_anew(plans, groups, state)) else state
-    copies = {}
+    cut = cut_anew(cuts, splits_by_param(groups), state) if cuts else {}
+    state = {**state, **cut} if cut else state
+    known, copies = set(all_state_keys()), {}
     for group, own in zip(groups, options):
-        offloads = bool(own.offload_state)
-        lacking = _lacking(group, state, own)
-        for number, split in enumerate(splits_of(group)) if lacking else ():
-            if number in lacking:
-                param, keys, dtype = lacking[number]
-                rows = _rows_at_rank(param, own) if own.owner_keeps_state else None
-                copies[param] = dict(state[param])
-                create_state(copies[param], param, keys, dtype, split, rows, offloads)
-    return {**state, **copies} if copies else state
-
-
-def _lacking(group: dict, state: dict, options: MuonConfig) -> dict[int, tuple]:
-    """Return {number in the group: (parameter, keys, dtype of the momentum)} of parameters whose
-    state lacks keys of their group; {} if a key of the group is wrong, which the next step refuses.
-    """
-    known, lacking = set(all_state_keys()), {}
-    try:
-        dtype = group_state_dtype(group, options.state_dtype)
-        for number, param in enumerate(group["params"]):
+        if not is_readable(group, own.state_dtype):
+            continue
+        dtype, offloads = group_state_dtype(group, own.state_dtype), bool(own.offload_state)
+        for param, split in zip(group["params"], splits_of(group)):
             held, keys = state.get(param, {}), keys_of(group, param, dtype)
             if not (known.isdisjoint(held) or held.keys() >= set(keys)):
-                lacking[number] = param, keys, dtype
-    except (KeyError, TypeError, ValueError):
-        return {}
-    return lacking
+                rows = _rows_at_rank(param, own) if own.owner_keeps_state else None
+                copies[param] = dict(held)
+                create_state(copies[param], param, keys, dtype, split, rows, offloads)
+    return {**state, **copies} if copies else state
 
 
 def _shard_plain_state(state: dict, param: torch.Tensor, split: Split) -> None:

@@ -27,7 +27,8 @@ from ..params.param_groups import clean_names
 from ..params.units import splits_of
 from ..params.validation import check_group
 from ..rules.muon import REST_KEY
-from ..rules.rule import SCALE_KEY, group_state_dtype, keys_of
+from ..rules.rule import SCALE_KEY, all_state_keys, group_state_dtype, keys_of
+from .create import is_readable
 from .momentum.averages import loaded_keys, wide_if_needed
 from .momentum.conversion import with_own_momentum
 from .state_dict import (
@@ -110,12 +111,14 @@ def export_state(
 
 def _own_keys(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, tuple[str, ...]]:
     """Return {parameter: keys of its state under the rule of its group}. Other code may keep
-    entries of its own in the state, and a rule from before a live change has left others.
+    entries of its own in the state, and a rule from before a live change has left others. All keys
+    of this package for a group that is not `is_readable`.
     """
     dtype = optimizer._options.state_dtype
     return {
-        param: keys_of(group, param, group_state_dtype(group, dtype))
+        param: keys_of(group, param, group_state_dtype(group, dtype)) if reads else all_state_keys()
         for group in optimizer.param_groups
+        for reads in [is_readable(group, dtype)]
         for param in group["params"]
     }
 

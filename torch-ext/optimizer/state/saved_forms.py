@@ -4,6 +4,7 @@ Nothing is copied but state that moves to the host.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable
@@ -60,12 +61,12 @@ def with_rule_names(state_dict: dict) -> dict:
     and NorMuon have no key `rule`, and a new key would be missing in older checkpoints. `use_muon`
     is in all of them. Older versions of the package refuse the name, with an error.
     """
-    groups = [
-        {**group, "use_muon": name}
-        if group["use_muon"] and (name := rule_name(type(rule_of(group)))) != MUON
-        else group
-        for group in state_dict["param_groups"]
-    ]
+    groups = []
+    for group in state_dict["param_groups"]:
+        with contextlib.suppress(TypeError, ValueError):  # the next step refuses it
+            if group["use_muon"] and (name := rule_name(type(rule_of(group)))) != MUON:
+                group = {**group, "use_muon": name}
+        groups.append(group)
     return {**state_dict, "param_groups": groups}
 
 

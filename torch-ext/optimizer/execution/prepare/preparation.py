@@ -18,9 +18,11 @@ from ...communication.process_groups import ProcessGroups, world_now
 from ...kernels.backend import capturing
 from ...params.config import MuonConfig
 from ...params.dtensor import properties_of
+from ...params.units import Split
 from ...params.validation import check_changed_groups, device_of
 from ...pipeline import StepHook, precompile_kernels
 from ...planning.planner import Plan, Planner, warn_of_idle
+from ...rules.rule import matrix_keys
 from ...state import create
 from ..cuda_graphs import Graphs, release_before_groups
 from ..fingerprint import StepFingerprint, memory_key
@@ -36,9 +38,10 @@ def make_plans(
     own: Sequence[MuonConfig],
     process_groups: ProcessGroups,
     alone: bool,
+    cuts: dict[torch.Tensor, Split],
 ) -> tuple[list[Plan], list[Callable[[], None]]]:
     """Plan all `parts`, check that all ranks have equal plans, and create or move state. `own`: the
-    options of each parameter group.
+    options of each parameter group. `cuts`: `Preparation.cuts`.
 
     Return (plans, collective comparisons that `check_plans` leaves for the next step).
     Collective unless `alone`. Raises RuntimeError if ranks differ, or if state has another
@@ -59,10 +62,18 @@ def make_plans(
     planner.check_bucket_buffers()
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
     # remaining ranks wait in `check_plans`
-    create.check_held_state(plans, state, options.state_dtype)
+    cut = create.cut_anew(cuts, _cuts_of(plans), state)
+    create.check_held_state(plans, {**state, **cut}, options.state_dtype)
     later = check_plans(plans, options, process_groups, state)
+    # Only now: where ranks differ in a split, the user may restore the old one
+    state.update(cut)
     create.prepare_state(plans, state, options)
     return plans, later
+
+
+def _cuts_of(plans: Sequence[Plan]) -> dict[torch.Tensor, Split]:
+    """Return {parameter: how it is cut into matrices} of plans."""
+    return {p: plan.split(i) for plan in plans for i, p in enumerate(plan.params)}
 
 
 # Warnings of capturable=True, each given once, if a graph cannot be replayed
@@ -87,7 +98,9 @@ class Preparation:
 
     `bound`: the bound step, without plans if nothing is bound. `process_groups`: of all plans.
     `world`: torch.distributed's default group at the last step. `fingerprint`: of the last
-    step; None if the next step has to look at everything.
+    step; None if the next step has to look at everything. `cuts`: {parameter: `Split` that its
+    state was made with} of state with numbers of whole matrices. It outlives plans, which a load
+    drops.
     """
 
     def __init__(self, options: MuonConfig, place: StatePlace) -> None:
@@ -113,11 +126,7 @@ class Preparation:
         self._param_forms: list | None = None  # of all parameters in plans, at the last binding
         # Comparisons of gradients that `check_plans` left for the next step
         self._uncompared: list[Callable[[], None]] = []
-
-    @property
-    def plans(self) -> list[Plan]:
-        """The plans of the last step; [] if they were dropped since."""
-        return self._plans[False] + self._plans[True]
+        self.cuts: dict[torch.Tensor, Split] = {}
 
     def is_current(self, groups: Sequence[dict], state: dict, *more: object) -> bool:
         """Whether `bound` can step with the current gradients. Runs the collective comparisons left
@@ -159,7 +168,7 @@ class Preparation:
         if None in self._plan_keys.values():
             warn_of_idle(groups)
         # Called without state too: this step creates the state
-        self._members = create.adopt_state(self._members, groups, state)
+        self._members = self._adopted(groups, state)
         # Shared plans first: parameters that the process steps alone must not affect shared plans
         for alone in (False, True):
             parts, key = select_params(groups, options, own, alone)
@@ -167,15 +176,14 @@ class Preparation:
             if key != self._plan_keys[alone] or lost:
                 if hook is not None:
                     hook.before_state_moves(state)
-                changed = [group for part in parts for group in part.groups]
-                create.begin_cut_state_anew(self._plans[alone], changed, state)
                 self._plans[alone], later = make_plans(
-                    parts, state, compared, own, self.process_groups, alone
+                    parts, state, compared, own, self.process_groups, alone, self.cuts
                 )
+                self.keep_cuts(_cuts_of(self._plans[alone]), state)
                 self._uncompared += later
                 self._plan_keys[alone] = key
                 self._memory_key = self._param_forms = self.fingerprint = None
-        plans = self.plans
+        plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
         self.place.pack(plans, state, groups)
         key = *memory_key(params, state, groups), scaled, collects
@@ -245,8 +253,22 @@ class Preparation:
     def adopt_state(self, groups: list[dict], state: dict) -> None:
         """Give the state of replaced parameters to the parameters in their place now."""
         # Without state no parameters are held: a model that is sharded next can free the old ones
-        members = create.adopt_state(self._members, groups, state)
+        members = self._adopted(groups, state)
         self._members = members if state else ()
+
+    def _adopted(self, groups: list[dict], state: dict) -> list[list[torch.Tensor]]:
+        """`create.adopt_state`, of `cuts` too."""
+        create.adopt_state(self._members, groups, self.cuts)
+        return create.adopt_state(self._members, groups, state)
+
+    def keep_cuts(self, cuts: dict[torch.Tensor, Split], state: dict) -> None:
+        """Add to `cuts`; without parameters whose state has no number of a whole matrix."""
+        keys = matrix_keys()
+        self.cuts = {
+            param: split
+            for param, split in {**self.cuts, **cuts}.items()
+            if not keys.isdisjoint(state.get(param, ()))
+        }
 
     def forget_members(self) -> None:
         """Forget which parameters the groups held: the state was replaced as a whole."""
