@@ -94,8 +94,8 @@ def test_a_memory_report_looks_at_one_rank_of_each_kind(monkeypatch):
 
 def assert_report_of_all_ranks(opt, monkeypatch):
     """The memory report, which looks at some ranks, is the one by all ranks and single parameters."""
-    reports, found = part("memory_report"), opt.memory_report()
-    monkeypatch.setattr(part("rank_classes").BucketParts, "weighed", lambda parts, rank, weigh: (
+    reports, found = part("memory.predicted"), opt.memory_report()
+    monkeypatch.setattr(part("memory.rank_classes").BucketParts, "weighed", lambda parts, rank, weigh: (
         parts.at(rank), sum(weigh(*one) for one in parts.at(rank))))
     monkeypatch.setattr(reports, "representatives", lambda plans, ranks, offloads: list(ranks))
     monkeypatch.setattr(reports, "parameter_forms", lambda plan, *_: [[i] for i in range(len(plan.params))])

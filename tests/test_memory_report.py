@@ -223,7 +223,7 @@ def test_temporaries_of_elementwise_rules_are_those_of_a_step(rule, decay, optim
     makes some of its own on CPUs only, beside copies of weight and gradient and the temporaries of decay.
     """
     most = 2000
-    for module in ("rules.elementwise", "memory_report"):
+    for module in ("rules.elementwise", "memory.predicted"):
         monkeypatch.setattr(part(module), "MAX_COPIED_ELEMENTS", most)
     dtype = torch.bfloat16 if rule.endswith("bf16") else torch.float32
     params = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((5000,), (40, 30), (30, 20))]

@@ -31,8 +31,7 @@ FOLDERS = ["kernels.backend", "kernels.launch", "kernels.weights", "kernels.elem
            "kernels.metrics", "kernels.matmul", "kernels.onchip", "newton_schulz", "rules", "rules.elements",
            "rules.named", "params.model", "params.checks", "params", "pipeline", "planning", "communication",
            "communication.matrix_owners", "state", "qk_clip", "metrics", "execution", "execution.prepare",
-           "execution.offload", "execution.overlap", "report", "rank_classes", "memory_report", "state_dict_methods",
-           "report_methods",
+           "execution.offload", "execution.overlap", "report", "memory", "state_dict_methods", "report_methods",
            "muon", "integrations", "__init__"]
 FILES_IN_A_FOLDER = 8
 LEAVES = {"_ops", "params.errors", "params.dtensor", "params.units"}  # _ops is generated: the operators' namespace

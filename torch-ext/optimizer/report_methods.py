@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from . import memory_report
 from .communication.process_groups import ProcessGroups
 from .execution.overlap.forward import waits_for_updates
-from .memory_report import MemoryReport
+from .memory.forecast import ForecastPlanner, copied_groups, forecast_arguments, plans_of
+from .memory.measured import measured
+from .memory.predicted import predicted
+from .memory.rows import MemoryReport
 from .metrics.reading import read_metrics
 from .metrics.values import Metrics
 from .params.config import AssumedRanks
@@ -92,7 +94,7 @@ class ReportMethods(StateDictMethods):
         measured_bytes = None
         if bound.all_jobs:
             graphs = (prepared.graphs, prepared.adamw_graphs)
-            measured_bytes = memory_report.measured(
+            measured_bytes = measured(
                 bound, itself.param_groups, itself.state, graphs, prepared.place
             )
         return itself._forecast(this_rank(), measured_bytes)
@@ -105,17 +107,17 @@ class ReportMethods(StateDictMethods):
         **gpu: object,
     ) -> MemoryReport:
         """Plan without a step, and return the report of the plan. Arguments as in
-        `memory_report.predicted` and `memory_report.ForecastPlanner`.
+        `predicted` and `ForecastPlanner`.
         """
         options, own = self._options, self._options_by_group()
 
-        def planner() -> memory_report.ForecastPlanner:
+        def planner() -> ForecastPlanner:
             """Return a planner with process groups that nobody else uses."""
             groups = ProcessGroups(dedicated=options.overlaps)
-            return memory_report.ForecastPlanner(options, groups, row_shards, **gpu)
+            return ForecastPlanner(options, groups, row_shards, **gpu)
 
-        plans = memory_report.plans_of(planner, self.param_groups, options, own)
-        return memory_report.predicted(plans, self.param_groups, options, rank, measured_bytes)
+        plans = plans_of(planner, self.param_groups, options, own)
+        return predicted(plans, self.param_groups, options, rank, measured_bytes)
 
     @classmethod
     def memory_forecast(
@@ -137,10 +139,10 @@ class ReportMethods(StateDictMethods):
         shard the meta model over a mesh, and call `memory_report`. Raises ValueError for other
         values, and what the constructor raises.
         """
-        arguments = memory_report.forecast_arguments(ranks, layout, gpu_bytes, arguments)
+        arguments = forecast_arguments(ranks, layout, gpu_bytes, arguments)
         if layout == "ddp":
             arguments.update(cls._ranks_as_argument(AssumedRanks(ranks)))
-        opt = cls(memory_report.copied_groups(params), **arguments)
+        opt = cls(copied_groups(params), **arguments)
         row_shards = ranks if layout == "fsdp" else None
         return opt._forecast(0, None, row_shards, gpu_bytes=gpu_bytes)
 

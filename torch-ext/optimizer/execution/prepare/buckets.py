@@ -1,5 +1,5 @@
 """The buckets of all plans in the order of a step, and their places in the workspace. Takes no
-memory: memory_report.py counts the bytes of a step that is not bound.
+memory: memory/predicted.py counts the bytes of a step that is not bound.
 """
 
 from __future__ import annotations

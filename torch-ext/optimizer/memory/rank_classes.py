@@ -8,11 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from .params.dtensor import gradient_dtype
-from .params.layout import Layout
-from .planning.plan import Bucket
-from .planning.planner import Plan
-from .planning.rank_plan import AllToAllPlan, RankPlan
+from ..params.dtensor import gradient_dtype
+from ..params.layout import Layout
+from ..planning.plan import Bucket
+from ..planning.planner import Plan
+from ..planning.rank_plan import AllToAllPlan, RankPlan
 
 Facts = dict[int, list]  # rank -> facts that determine its memory
 

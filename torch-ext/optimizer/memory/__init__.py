@@ -1,0 +1,1 @@
+"""Bytes of an optimizer by kind: predicted from plans, or measured."""
