@@ -250,6 +250,9 @@ def test_stacks_with_rows_are_not_measured_again(factors, capsys):
     page.peers.POLAR["absent"] = lambda steps: lambda X: X  # now it is installed
     assert measured("--stacks", "2x8x8")[-1] == ("absent", "8", "")
     assert len(measured("--stacks", "2x8x8")) == len(rows) + 12
+    page.peers.TUNED |= {"whole": ("no_such_package", ()), "none": ("no_such_package", ())}
+    assert [row[2] for row in measured("--tuning-ms", 2.5, "--commit", "t", "--stacks", "2x8x8")[-4:]] == [
+        "", "tuned for 2.5 ms", "ZeroDivisionError", ""]
 
 
 def test_nothing_is_measured_while_a_file_exists(tmp_path, monkeypatch):

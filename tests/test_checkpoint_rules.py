@@ -16,9 +16,13 @@ from tests.ranks import package, run_ranks
 from tests.test_checkpoint import FLAT, NESTED
 
 
-def model_and_optimizer(cls="Muon", **options):
+def two_layers():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
+
+
+def model_and_optimizer(cls="Muon", **options):
+    model = two_layers()
     return model, getattr(package(), cls)(model.named_parameters(), lr=0.05, **options)
 
 
@@ -86,7 +90,7 @@ def test_dcp_loads_the_same_rule_also_from_older_versions(options, older, form, 
 
 
 def test_a_checkpoint_of_muon_loads_into_a_rule_without_further_state(tmp_path):
-    """As before: every rule takes the momentum of Muon."""
+    """Every rule takes the momentum of Muon."""
     model, optimizer = model_and_optimizer()
     step(model, optimizer, 1)
     save(model, optimizer, NESTED, tmp_path)
@@ -115,8 +119,7 @@ CHANGES = {  # options of the group before, and the keys that change
 
 def live(before, change, first, **options):
     """(model, optimizer) after a live change, and after a step of the parameters from number `first` on."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
+    model = two_layers()
     optimizer = package().Muon([{"params": list(model.named_parameters()), **before}], lr=0.05, **options)
     if change is None:
         return model, optimizer
@@ -127,7 +130,7 @@ def live(before, change, first, **options):
     return model, optimizer
 
 
-def resumed(model, optimizer, before, change, load_into, **options):
+def goes_on_alike(model, optimizer, before, change, load_into, **options):
     """Whether two runs have equal bits: that of the optimizer, and one that goes on from its state."""
     heir, again = live({**before, **change}, None, 2, **options)
     heir.load_state_dict(model.state_dict())
@@ -151,8 +154,8 @@ def test_a_live_change_may_be_saved_before_every_parameter_was_stepped(name, fir
         package().export_state(optimizer, file)
         for p, state in held.items():  # saving changes nothing
             assert optimizer.state[p].keys() == state.keys()
-        assert resumed(*live(before, change, first), before, change, lambda again: again.load_state_dict(saved))
-        assert resumed(model, optimizer, before, change, lambda again: package().import_state(again, file))
+        assert goes_on_alike(*live(before, change, first), before, change, lambda again: again.load_state_dict(saved))
+        assert goes_on_alike(model, optimizer, before, change, lambda again: package().import_state(again, file))
 
 
 def of_owners(rank, world, gathered):
@@ -165,7 +168,7 @@ def of_owners(rank, world, gathered):
         if gathered:
             optimizer.consolidate_state_dict(to=None)
         saved = optimizer.state_dict()
-        return resumed(model, optimizer, before, change, lambda again: again.load_state_dict(saved), **options)
+        return goes_on_alike(model, optimizer, before, change, lambda again: again.load_state_dict(saved), **options)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -230,7 +233,9 @@ def keeps_norms(weight, muon, split):
 @pytest.mark.parametrize("before, after", [(None, THIRDS), (THIRDS, None), ({"rows": [8, 4]}, {"rows": [4, 8]})],
                          ids=str)
 def test_hyperball_keeps_the_norms_of_matrices_that_are_cut_otherwise(before, after, way, optimizer):
-    """The radius, a number of a whole matrix, has a shape that fits: weights jumped to the norms of other matrices."""
+    """The radius, a number of a whole matrix, has a shape that fits; kept, it would rescale weights to
+    the norms of other matrices.
+    """
     weight, muon = hyperball(before, 2)
     if way != "loaded":
         muon.param_groups[0]["split"] = after

@@ -155,21 +155,29 @@ def test_replaced_state_is_not_kept():
 
 def test_routers_are_found_in_a_time_of_the_layers(monkeypatch):
     """A router asks for the layers beside it, not for those of all experts of the model."""
-    structure = part("params.model.structure")
+    structure, visits = part("params.model.structure"), []
+
+    class Layers(list):
+        def __iter__(self):
+            return map(lambda layer: visits.append(layer) or layer, super().__iter__())
+
+    find = structure.Structure._find_layers
+    monkeypatch.setattr(structure.Structure, "_find_layers", lambda self: Layers(find(self)))
     reads = counted(monkeypatch, structure, "own_parameters")
 
     def model(layers):
         def block():
             experts = nn.ModuleList([nn.Linear(HIDDEN, 8, bias=False) for _ in range(16)])
-            return nn.ModuleDict({"gate": nn.Linear(HIDDEN, 16, bias=False), "experts": experts})
+            return nn.ModuleDict({"gate": nn.Linear(HIDDEN, 16, bias=False), "experts": experts,
+                                  "other": nn.ModuleDict({"gate": nn.Linear(512, 2, bias=False)})})
         with torch.device("meta"):
             return nn.ModuleDict({"layers": nn.ModuleList([block() for _ in range(layers)])})
 
     counts, comparisons = {}, counted(monkeypatch, structure, "_is_below")
     for layers in (4, 8):
-        reads.clear(), comparisons.clear()
+        reads.clear(), comparisons.clear(), visits.clear()
         report = []
         package().get_default_muon_param_groups(model(layers), report=report.append)
-        counts[layers] = len(reads), len(comparisons)
-        assert report[0].count("router") == layers
+        counts[layers] = len(reads), len(comparisons), len(visits)
+        assert report[0].count("router") == 2 * layers
     assert all(0 < twice <= 2.2 * once for once, twice in zip(*counts.values())), counts

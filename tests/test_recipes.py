@@ -27,6 +27,13 @@ def recipe(section: str) -> str:
     return re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
 
 
+def defined_by(section: str) -> types.SimpleNamespace:
+    """What the code of a section defines."""
+    made: dict = {"__name__": "plugin"}
+    exec(compile(recipe(section), str(PAGE), "exec"), made)
+    return types.SimpleNamespace(**made)
+
+
 class StandInModules:
     """Stand-in modules by dotted name."""
 
@@ -44,10 +51,7 @@ class StandInModules:
         return made
 
     def run(self, section: str) -> types.SimpleNamespace:
-        """What the code of a section defines."""
-        made: dict = {"__name__": "plugin"}
-        exec(compile(recipe(section), str(PAGE), "exec"), made)
-        return types.SimpleNamespace(**made)
+        return defined_by(section)
 
 
 @pytest.fixture
@@ -149,18 +153,17 @@ def test_ultralytics(stand):
 def sd_scripts(rank, world):
     """On ranks, and alone. The groups are of `networks.lora`: views of dictionaries, without names."""
     weights = {"down": nn.Parameter(torch.ones(2, 8, 1, 1)), "up": nn.Parameter(torch.ones(8, 2))}
-    made: dict = {}
-    exec(compile(recipe("sd-scripts of kohya"), str(PAGE), "exec"), made)
-    optimizer = made["muon"]([{"params": weights.values(), "lr": 0.25}], lr=0.5, weight_decay=0.0, momentum=0.9)
+    muon = defined_by("sd-scripts of kohya").muon
+    optimizer = muon([{"params": weights.values(), "lr": 0.25}], lr=0.5, weight_decay=0.0, momentum=0.9)
     [group] = optimizer.param_groups
     assert (group["lr"], group["weight_decay"], group["momentum"], group["split"]) == (0.25, 0.0, 0.9, "flatten")
     for p in weights.values():
         p.grad = torch.arange(16.0).reshape(p.shape).sin()
     optimizer.step()
     with pytest.raises(ValueError, match="is 1-D"):
-        made["muon"]([{"params": [nn.Parameter(torch.ones(4))]}], lr=0.5)
+        muon([{"params": [nn.Parameter(torch.ones(4))]}], lr=0.5)
     with pytest.raises(TypeError):  # parameters without groups
-        made["muon"]([nn.Parameter(torch.ones(4, 4))], lr=0.5)
+        muon([nn.Parameter(torch.ones(4, 4))], lr=0.5)
     rms = [float((p.detach() - 1).square().mean().sqrt()) / 0.25 for p in weights.values()]
     return rms, optimizer._options.process_group is (dist.group.WORLD if world > 1 else None)
 

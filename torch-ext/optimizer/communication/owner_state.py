@@ -41,14 +41,14 @@ def state_for_checkpoint(
     state: dict,
     named: dict[torch.Tensor, str],
     shared: Sequence[Shared],
-    complete: Callable[[], dict] | None = None,
+    create_missing: Callable[[], dict] | None = None,
     offloads: bool = False,
 ) -> dict:
     """Return the state as row DTensors, see `as_row_dtensors`; state in no process group stays as
     stored. Collective; raises RuntimeError, before any collective, if a rank does not call in time.
 
     `named`: all parameters. `shared`: in an equal order on ranks with common process groups.
-    `complete`: a function that creates missing entries of `state`, called on every rank, and
+    `create_missing`: a function that creates missing entries of `state`, called on every rank, and
     returns the state to show in place of `state`; None: no state is created. `offloads`: as in
     `as_row_dtensors`.
     """
@@ -58,12 +58,12 @@ def state_for_checkpoint(
         # A rank that saves alone gets an error, before it issues a collective
         for group, _ in shared:
             wait_for_all(group, "state_dict()", ADVICE)
-        # Rows are counted before `complete` creates zeros: a rank that failed to load its rows must
-        # get an error, not zeros
-        if complete is not None:
+        # Rows are counted before `create_missing` creates zeros: a rank that failed to load its
+        # rows must get an error, not zeros
+        if create_missing is not None:
             for group, members in shared:
                 _count_rows(state, members, group)
-            state = complete()
+            state = create_missing()
         shown = {param: state[param] for param in named if param in state}
         for group, members in shared:
             shown |= as_row_dtensors(state, members, group, offloads)

@@ -145,7 +145,7 @@ def _default_groups(model: nn.Module, grouping: Mapping, overrides: object) -> l
     try:
         return get_default_muon_param_groups(model, **grouping)
     except (TypeError, ValueError) as error:
-        refused = getattr(error, "parameters", ())
+        refused = getattr(error, "parameters", ())  # of `UnknownSplits`, no public name
         settled = frozenset(name for name in refused if _has_own_split(overrides, name))
         if not settled:
             raise type(error)(_as_of_config(str(error))) from error

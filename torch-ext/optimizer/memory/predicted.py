@@ -90,7 +90,6 @@ def _order(key: Key) -> tuple:
     return KINDS.index(kind), -1 if group is None else group, what, dtype or "", where
 
 
-
 def _bytes_at(
     rank: int,
     plans: Sequence[Plan],

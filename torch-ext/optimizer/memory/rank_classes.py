@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ..params.dtensor import gradient_dtype
 from ..params.layout import Layout
+from ..params.units import box_shape
 from ..planning.plan import Bucket
 from ..planning.planner import Plan
 from ..planning.rank_plan import AllToAllPlan, RankPlan
@@ -116,22 +117,22 @@ def _add_boxes(facts: Facts, plan: Plan) -> dict[int, int]:
         sizes = []
         for layout in distinct.values():
             box = layout.boxes.get(rank)
-            sizes.append(None if box is None else tuple(stop - start for start, stop in box))
-            if box is not None and _has_units(layout):
+            sizes.append(None if box is None else box_shape(box))
+            if box is not None and _needs_unit_boxes(layout):
                 sizes.append(tuple(_shapes(layout, rank, u) for u in layout.unit_sizes(rank)))
         number_of[rank] = numbers.setdefault(tuple(sizes), len(numbers))
         of_rank.append(number_of[rank])
     return number_of
 
 
-def _has_units(layout: Layout) -> bool:
+def _needs_unit_boxes(layout: Layout) -> bool:
     """Whether the pieces of a rank follow from more than the size of its box."""
     return layout.unit_count > 1 or bool(layout.interleaved) or layout.sends_parts
 
 
 def _shapes(layout: Layout, rank: int, unit: int) -> tuple[tuple[int, int], ...]:
     """Return the shapes of the boxes of a unit that a rank stores."""
-    return tuple((r1 - r0, c1 - c0) for ((r0, r1), (c0, c1)), _ in layout.unit_boxes(rank, unit))
+    return tuple(box_shape(box) for box, _ in layout.unit_boxes(rank, unit))
 
 
 def _add_owner_state(facts: Facts, plan: Plan, offloads: bool) -> None:
@@ -183,7 +184,7 @@ def _facts_in(
     for m, owner in zip(bucket.matrices, bucket.owners):
         layout = layouts[m.param]
         units[id(layout), m.unit] += 1
-        stored = _shapes(layout, owner, m.unit) if _has_units(layout) else ()
+        stored = _shapes(layout, owner, m.unit) if _needs_unit_boxes(layout) else ()
         owned[owner].append((id(layout), layout.unit_shapes[m.unit], m.selected, stored))
     owned = {rank: tuple(of_rank) for rank, of_rank in owned.items()}
     distinct = {id(layouts[m.param]): layouts[m.param] for m in bucket.matrices}
@@ -196,7 +197,7 @@ def _facts_in(
     number = contents.setdefault(content, len(contents))
     replicas = {x.replicas: x for x in distinct.values() if len(x.replicas) > 1}
     sources = [list(_owned_by_replica(x, owned)) for x in replicas.values()]
-    split = [layout for layout in distinct.values() if _has_units(layout)]
+    split = [layout for layout in distinct.values() if _needs_unit_boxes(layout)]
     for rank in bucket.ranks:
         of_rank = [number, owned.get(rank)]
         for of_replica, layout in zip(sources, replicas.values()):

@@ -181,6 +181,11 @@ def on_mesh_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(tensor.device_mesh.device_type)
 
 
+def this_rank() -> int:
+    """The global rank of the process; 0 if torch.distributed is not initialized."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def once_per_mesh(function: Callable) -> Callable:
     """Decorator of a function of a mesh: one call for equal meshes on a rank. torch computes
     `DeviceMesh.mesh` anew at each read, and thousands of parameters lie on one mesh of thousands of
@@ -192,7 +197,7 @@ def once_per_mesh(function: Callable) -> Callable:
     def cached(mesh: DeviceMesh) -> object:
         # The ranks of a submesh are those around this rank, and `==` of meshes does not compare
         # them. A process that joins another job may have another rank
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = this_rank()
         found = known.setdefault(mesh, {})
         if rank not in found:
             # `DeviceMesh.mesh` is a real tensor: see [Note: FakeTensorMode] in layout.py

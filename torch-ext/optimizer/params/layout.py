@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils._mode_utils import no_dispatch
 
 from .config import AssumedRanks
-from .dtensor import as_dtensor, is_dtensor, mesh_coordinates, once_per_mesh
+from .dtensor import as_dtensor, is_dtensor, mesh_coordinates, once_per_mesh, this_rank
 from .units import WHOLE, Block, Cut, Split, box_shape
 
 if TYPE_CHECKING:
@@ -687,8 +687,3 @@ def _shard_dim(placement: Placement) -> int | None:
 def _is_strided(placement: Placement) -> bool:
     """Whether a placement is a _StridedShard, by class name: the class is private in torch."""
     return type(placement).__name__ == "_StridedShard"
-
-
-def this_rank() -> int:
-    """The global rank of the process; 0 if torch.distributed is not initialized."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -100,11 +100,13 @@ class Row:
 
 
 class UnknownSplits(ValueError):
-    """The error for weights that look fused, and whose parts are unknown; `parameters`: their
+    """The error for weights that look fused, and whose parts are unknown. `parameters`: their
     names.
     """
 
-    parameters: tuple[str, ...] = ()
+    def __init__(self, message: str, parameters: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.parameters = parameters
 
 
 def get_default_muon_param_groups(
@@ -254,9 +256,7 @@ def _find_splits(
     if refused:
         first = next(iter(refused.values()))
         others = f" (parameters like it: {_some(list(refused))})" if len(refused) > 1 else ""
-        error = UnknownSplits(f"{first}{others}")
-        error.parameters = tuple(refused)
-        raise error
+        raise UnknownSplits(f"{first}{others}", tuple(refused))
     return result
 
 

@@ -22,6 +22,8 @@ from ..rules.rule import row_sharded_keys
 # Key in the state dict of a rank without the gathered state -> global rank with the gathered state
 ELSEWHERE = "consolidated_on_rank"
 
+NO_REFERENCE = type(None)  # called as a weak reference is, it returns None
+
 
 @dataclass(frozen=True)
 class Consolidated:
@@ -36,12 +38,12 @@ class Consolidated:
     elsewhere: int | None
     seen: dict
 
-    def is_current(self, named: dict, state: dict, complete: dict) -> bool:
+    def is_current(self, named: dict, state: dict, completed: dict) -> bool:
         """Return whether the optimizer still has the parameters `named` and the gathered tensors,
-        unchanged, and would begin the same state anew. `complete`: as in `consolidate`. A step must
-        drop the object itself: kernels do not change the version counters of tensors.
+        unchanged, and would begin the same state anew. `completed`: as in `consolidate`. A step
+        must drop the object itself: kernels do not change the version counters of tensors.
         """
-        current = _fingerprint(named, state, complete)
+        current = _fingerprint(named, state, completed)
         # Objects are compared too: an id may belong to a new object after the old one died
         return current.keys() == self.seen.keys() and all(
             version == self.seen[entry][1] and reference() is self.seen[entry][0]()
@@ -68,12 +70,12 @@ class Consolidated:
 
 
 def consolidate(
-    state: dict, complete: dict, named: dict, shared: Sequence[Shared], to: int | None
+    state: dict, completed: dict, named: dict, shared: Sequence[Shared], to: int | None
 ) -> Consolidated:
     """Gather the state on rank `to` of the process group, None: on every rank. Collective. Raises
     RuntimeError before any collective if not all ranks of a group call with an equal `to`.
 
-    `complete`: of `create.with_missing_keys`. `named`: {parameter: name} of all parameters.
+    `completed`: of `create.with_missing_keys`. `named`: {parameter: name} of all parameters.
     `shared`: as in `state_for_checkpoint`; a single entry unless `to` is None.
     """
     call = f"consolidate_state_dict(to={to})"
@@ -83,10 +85,10 @@ def consolidate(
             wait_for_all(group, call, ADVICE)
         whole = {}
         for group, members in shared:
-            whole |= gather(complete, members, group, to)
+            whole |= gather(completed, members, group, to)
     group = shared[0][0]
     elsewhere = None if to in (None, group.rank()) else dist.get_global_rank(group, to)
-    return Consolidated(whole, elsewhere, _fingerprint(named, state, complete))
+    return Consolidated(whole, elsewhere, _fingerprint(named, state, completed))
 
 
 def check_target(to: int | None, group: dist.ProcessGroup | None, is_common: bool = True) -> None:
@@ -117,17 +119,17 @@ def refuse_elsewhere(state_dict: dict) -> None:
         )
 
 
-def _fingerprint(named: dict, state: dict, complete: dict) -> dict:
+def _fingerprint(named: dict, state: dict, completed: dict) -> dict:
     """Return {(id of a parameter, key): (weak reference to the state tensor, version counter)}, and
-    an entry with key None for the parameter itself. Tensors that only `complete` has, which is made
-    for each call, have no reference, and shape and dtype in place of the counter.
+    an entry with key None for the parameter itself. Tensors that only `completed` has, which is
+    made for each call, have no reference, and shape and dtype in place of the counter.
     """
     found = {(id(param), None): (weakref.ref(param), 0) for param in named}
     for param in named:
         for key in row_sharded_keys():
-            value = complete.get(param, {}).get(key)
+            value = completed.get(param, {}).get(key)
             if isinstance(value, torch.Tensor) and value is not state[param].get(key):
-                found[id(param), key] = type(None), (value.shape, value.dtype)
+                found[id(param), key] = NO_REFERENCE, (value.shape, value.dtype)
             elif isinstance(value, torch.Tensor):
                 # Tensors made in inference mode have no version counter
                 version = 0 if value.is_inference() else value._version

@@ -120,10 +120,19 @@ def complete_state(
             held = state.setdefault(param, {})
             if is_dtensor(param):
                 _shard_plain_state(held, param, split)
-            # Owners are chosen in the first step, and `move_to_owners` brings rows to the owners
-            rows = _rows_at_rank(param, own) if own.owner_keeps_state else None
-            dtype, offloads = group_state_dtype(group, own.state_dtype), bool(own.offload_state)
-            create_state(held, param, keys_of(group, param, dtype), dtype, split, rows, offloads)
+            _create_missing(held, param, group, split, own)
+
+
+def _create_missing(
+    held: dict, param: torch.Tensor, group: dict, split: Split, options: MuonConfig
+) -> None:
+    """Create the entries of `held`, the state of a parameter, that its group reads and that are
+    missing. `options`: of the group.
+    """
+    # Owners are chosen in the first step, and `move_to_owners` brings rows to the owners
+    rows = _rows_at_rank(param, options) if options.owner_keeps_state else None
+    dtype, offloads = group_state_dtype(group, options.state_dtype), bool(options.offload_state)
+    create_state(held, param, keys_of(group, param, dtype), dtype, split, rows, offloads)
 
 
 def is_readable(group: dict, dtype: torch.dtype) -> bool:
@@ -177,13 +186,12 @@ def with_missing_keys(
     for group, own in zip(groups, options):
         if not is_readable(group, own.state_dtype):
             continue
-        dtype, offloads = group_state_dtype(group, own.state_dtype), bool(own.offload_state)
+        dtype = group_state_dtype(group, own.state_dtype)
         for param, split in zip(group["params"], splits_of(group)):
             held, keys = state.get(param, {}), keys_of(group, param, dtype)
             if not (known.isdisjoint(held) or held.keys() >= set(keys)):
-                rows = _rows_at_rank(param, own) if own.owner_keeps_state else None
                 copies[param] = dict(held)
-                create_state(copies[param], param, keys, dtype, split, rows, offloads)
+                _create_missing(copies[param], param, group, split, own)
     return {**state, **copies} if copies else state
 
 

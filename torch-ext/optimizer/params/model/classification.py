@@ -225,15 +225,14 @@ def _is_of_loss(path: str, structure: Structure) -> bool:
     adaptive softmax. Deeper layers may be of a model that the loss module holds, as in
     sentence-transformers, and are no heads for that.
     """
-    for above in upwards(path):
-        module = structure.modules.get(above)
-        if LOSS.search(type(module).__name__) and (
-            isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)
-            or above == path
-            or above == path.rpartition(".")[0]
-        ):
-            return True
-    return False
+    near = path, path.rpartition(".")[0]
+    modules = ((above, structure.modules.get(above)) for above in upwards(path))
+    return any(
+        isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)
+        or above in near
+        and LOSS.search(type(module).__name__)
+        for above, module in modules
+    )
 
 
 def _is_head_of(unit: str, path: str, rows: int, linear: bool, structure: Structure) -> bool:

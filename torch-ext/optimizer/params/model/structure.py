@@ -193,9 +193,8 @@ class Structure:
         """
         return any(
             size in layer.inputs
-            for layer in self.layers
-            if _is_below(layer.path, root)
-            and (layer.matrices > 0 if self._is_listed(layer.path, root) else layer.matrices == 0)
+            for layer in self._layers_below.get(root, ())
+            if (layer.matrices > 0 if self._is_listed(layer.path, root) else layer.matrices == 0)
         )
 
     def _is_listed(self, path: str, root: str) -> bool:
@@ -220,7 +219,7 @@ class Structure:
         module at `path`.
         """
         # Convolutions do not count, see `_inputs_beside`
-        layers = [layer for layer in self.layers if _is_below(layer.path, root)]
+        layers = self._layers_below.get(root, [])
         last = max(
             (i for i, layer in enumerate(layers) if _is_below(layer.path, path)),
             default=len(layers),
@@ -303,9 +302,8 @@ class Structure:
         """
         layers = [
             layer
-            for layer in self.layers
-            if _is_below(layer.path, holder)
-            and not _is_below(layer.path, unit)
+            for layer in self._layers_below.get(holder, ())
+            if not _is_below(layer.path, unit)
             and not isinstance(layer.module, nn.modules.conv._ConvNd)
         ]
         first = next(
@@ -325,7 +323,7 @@ class Structure:
         rows: output size of the layer; 0 for a tensor of no linear layer, accepted only as the only
         matrix.
         """
-        layers = [layer for layer in self.layers if _is_below(layer.path, unit) and layer.matrices]
+        layers = [layer for layer in self._layers_below.get(unit, ()) if layer.matrices]
         if sum(layer.matrices for layer in layers) < 2:
             return True
         # The first layer gets the input of the module, of any size
@@ -375,7 +373,7 @@ class Structure:
             by_experts
             or not any(
                 rows in layer.inputs and layer.path != path
-                for layer in self._layers_below[parent]
+                for layer in self._layers_below.get(parent, ())
             )
         )
 
@@ -386,7 +384,7 @@ class Structure:
         """
         return any(
             p is not param and p.shape == param.shape and not is_bias_of_experts(p, layer.module)
-            for layer in self._layers_near[parent]
+            for layer in self._layers_near.get(parent, ())
             if layer.path != path
             for p in own_parameters(layer.module)
         )
