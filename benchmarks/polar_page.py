@@ -217,8 +217,8 @@ def compile_side_by_side(tasks: list[tuple], options: argparse.Namespace) -> Non
 
 
 def compile_all(rank: int, tasks: list[tuple], options: argparse.Namespace) -> None:
-    """Call the packages on every jobs-th stack and schedule, so that the compilers' caches on disk know them. Of tuned
-    kernels each process compiles its share of the configurations, on one stack of each kind.
+    """Call all packages on every jobs-th stack and schedule, ours first, so that the compilers' caches on disk know
+    them. Of tuned kernels each process compiles its share of the configurations, on one stack of each kind.
     """
     from torch._inductor import config
 
@@ -229,12 +229,14 @@ def compile_all(rank: int, tasks: list[tuple], options: argparse.Namespace) -> N
         peers.set_tuning_time(options.tuning_ms, options.peers)
     tuned = itertools.product(a_task_of_each_kind(tasks), [name for name in options.peers if name in peers.TUNED])
     others = [name for name in options.peers if name not in (*peers.TUNED, *peers.TUNED_BY_COMPILER)]
-    for (shape, (name, count)), peer in [*tuned, *itertools.product(tasks[rank::options.jobs], others)]:
+    share = tasks[rank::options.jobs]
+    for (shape, (name, count)), maker in [
+            *itertools.product(share, ["ours"]), *tuned, *itertools.product(share, others)]:
         hold(options.pause)
         torch._dynamo.reset()
         try:
             X = torch.randn(shape, device=polar.DEVICE, dtype=torch.bfloat16)
-            peers.POLAR[peer](package.steps(name, count))(X)
+            makers(package, package.steps(name, count), name, count, options)[maker]()(X)
         except Exception:  # the note of its row says why
             continue
         finally:

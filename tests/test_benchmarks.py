@@ -235,6 +235,25 @@ def factors(optimizer, tmp_path, monkeypatch):
     return page, measured
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a CPU's device")
+def test_each_compiling_process_calls_its_share(factors, monkeypatch):
+    """Ours first, then tuned packages on one stack of each kind, then the others; a failure ends nothing."""
+    page, _ = factors
+    called, config = [], importlib.import_module("torch._inductor.config")
+    monkeypatch.setattr(config, "compile_threads", config.compile_threads)  # the function leaves 1
+    monkeypatch.setattr(page, "makers", lambda package, steps, name, count, options: {
+        maker: lambda maker=maker: lambda X: called.append((maker, tuple(X.shape))) or 1 / (maker != "fails")
+        for maker in ("ours", *options.peers)})
+    monkeypatch.setattr(page.peers, "TUNED", {"tuned": ("no_such_package", ())})
+    tasks = [(shape, ("jordan", 5)) for shape in ((1, 16, 32), (1, 16, 16), (1, 32, 16))]
+    for rank, share in (0, ((1, 16, 32), (1, 32, 16))), (1, ((1, 16, 16),)):
+        called.clear()
+        page.compile_all(rank, tasks, types.SimpleNamespace(jobs=2, peers=["fails", "tuned", "muonium"], tuning_ms=0,
+                                                            pause=None))
+        assert called == [*(("ours", shape) for shape in share), ("tuned", (1, 16, 16)), ("tuned", (1, 32, 16)),
+                          *(("fails", shape) for shape in share)]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
 def test_stacks_with_rows_are_not_measured_again(factors, capsys):
     page, measured = factors

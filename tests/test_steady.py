@@ -195,10 +195,12 @@ def followed(rank, world, count, device):
 
 
 def test_a_step_is_followed_in_few_calls(optimizer):
-    """Of 2 ranks and 1 bucket; as many for 72 parameters as for 12."""
+    """Of 2 ranks and 1 bucket; as many for 72 parameters as for 12. A call more is one more on GPUs, too, where the
+    bound is reached.
+    """
     few, many = (run_ranks(2, followed, count, "cpu", backend="gloo")[0] for count in (12, 72))
     calls, switches = few
-    assert calls <= 100 and switches <= 45, few
+    assert calls <= 88 and switches <= 39, few
     assert many == few
 
 

@@ -380,7 +380,8 @@ class Muon(ReportMethods):
         An error half-way names its bucket; then `step` raises RuntimeError until `load_state_dict`.
         """
         itself = self._itself()
-        create.refuse_inconsistent(itself._half_way or itself._backward_overlap.failed)
+        if itself._half_way or itself._backward_overlap.failed:
+            raise create.inconsistent_error()
         with torch.enable_grad():
             loss = None if closure is None else closure()
         if itself._options.qk_clip is not None or qk_logits is not None:
@@ -513,7 +514,8 @@ class Muon(ReportMethods):
         are there; gradients must not change from then until `step`. Else, and before the first
         step, does nothing. Raises RuntimeError if buckets were already sent.
         """
-        create.refuse_inconsistent(self._is_torn)
+        if self._is_torn:
+            raise create.inconsistent_error()
         self._read_groups()
         as_bound = self._preparation.is_as_bound(self.param_groups, self.state)
         as_bound = as_bound and self._bound.collects == self._collects

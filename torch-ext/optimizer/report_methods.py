@@ -45,7 +45,8 @@ class ReportMethods(StateDictMethods):
         the last step failed half-way; and if buckets have started during backward.
         """
         self._backward_overlap.raise_if_started("metrics")
-        create.refuse_inconsistent(self._is_torn)
+        if self._is_torn:
+            raise create.inconsistent_error()
         bound = self._bound
         if not bound.collects:
             raise RuntimeError(

@@ -51,14 +51,13 @@ INCONSISTENT = (
 )
 
 
-def refuse_inconsistent(is_inconsistent: bool) -> None:
-    """Raise RuntimeError if a step failed half-way."""
-    if is_inconsistent:
-        raise RuntimeError(
-            f"{INCONSISTENT}. Load a checkpoint into the model and into the optimizer "
-            "(load_state_dict), then go on. A single process may also accept weights and state as "
-            "they are: optimizer.load_state_dict(optimizer.state_dict())"
-        )
+def inconsistent_error() -> RuntimeError:
+    """The error for steps and reports after a step that failed half-way."""
+    return RuntimeError(
+        f"{INCONSISTENT}. Load a checkpoint into the model and into the optimizer "
+        "(load_state_dict), then go on. A single process may also accept weights and state as "
+        "they are: optimizer.load_state_dict(optimizer.state_dict())"
+    )
 
 
 def warn_inconsistent(is_inconsistent: bool) -> bool:

@@ -88,7 +88,7 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
                 continue
             with in_group(number, group):
                 require(False, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
-        if {type(group.get(key)) for key in FLAGS} != {bool}:
+        if set(map(type, map(group.get, FLAGS))) != {bool}:
             with in_group(number, group):
                 check_flags(group)
         if "radius" in group and has_radius(group):
