@@ -22,7 +22,7 @@ from ..params.checks.group_keys import CHANGED, OPTIONAL_KEYS, as_one_group
 from ..params.checks.live_keys import warn_of_saved_arguments
 from ..params.checks.saved_function import has_function, with_function
 from ..params.config import ARGUMENTS, MuonConfig
-from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
+from ..params.dtensor import is_by_rows, is_dtensor, local_of, with_local, with_shard
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
@@ -666,7 +666,7 @@ def _restored_state(
         if is_dtensor(value) and offloads:
             restored[key] = with_local(value, local)
         elif is_dtensor(value):
-            restored[key] = as_dtensor(local, value.shape, value.device_mesh, value.placements)
+            restored[key] = with_shard(value, local)
         if to_8_bits:
             scales_shape = state_shape(param, SCALE_KEY, split)
             restored[key], restored[SCALE_KEY] = in_8_bits(restored[key], scales_shape, split)
