@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import package
 from tests.test_checkpoint_file import Model as Several
@@ -92,6 +93,50 @@ def test_a_step_that_is_a_count_is_loaded(count):
     assert optimizer.state[bias]["step"] == count and optimizer.state[bias]["step"].dtype == torch.float32
     optimizer.step()
     assert bias.isfinite().all()
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads of single numbers, for each of which the host waits for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_loading_reads_numbers_of_many_parameters_at_once(use_muon, dtype, optimizer):
+    """45,000 matrices made 45,000 waits for the device."""
+    def reads(count):
+        params = [nn.Parameter(torch.ones(4, 8)) for _ in range(count)]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        made = optimizer.Muon([{"params": params, "use_muon": use_muon}], state_dtype=dtype)
+        made.step()
+        saved = made.state_dict()
+        with HostReads() as mode:
+            made.load_state_dict(saved)
+        return mode.count
+
+    assert reads(2) == reads(20)
+
+
+@pytest.mark.parametrize("wrong", ["shape", "count"])
+def test_the_first_wrong_state_is_named_although_numbers_are_read_later(wrong, optimizer):
+    params = [(name, nn.Parameter(torch.ones(4, 8))) for name in "abc"]
+    for _, p in params:
+        p.grad = torch.ones_like(p)
+    made = optimizer.Muon([{"params": params, "use_muon": False}])
+    made.step()
+    saved = copy.deepcopy(made.state_dict())
+    saved["state"][2]["exp_avg"] = torch.ones(3)
+    saved["state"][1]["step"] = torch.tensor(0.5)
+    if wrong == "shape":
+        saved["state"][0]["exp_avg"] = torch.ones(3)
+    with pytest.raises(ValueError, match={"shape": "exp_avg of parameter a", "count": "step of parameter b"}[wrong]):
+        made.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("value", ["7", None, object(), 10**400])

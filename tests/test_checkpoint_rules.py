@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -193,6 +194,81 @@ def test_a_wrong_live_key_does_not_hinder_saving(cls, key, value, optimizer, tmp
     assert all(muon.state[p].keys() == state.keys() for p, state in held.items())
     with pytest.raises((TypeError, ValueError)):
         step(model, muon, 2)
+
+
+@pytest.mark.parametrize("value", ["sums", [], None], ids=str)
+def test_a_wrong_form_of_momentum_loses_no_momentum(value, optimizer):
+    """It counted as "ema", and the sum as a momentum that was missing: zeros were saved."""
+    model, muon = model_and_optimizer(momentum_form="sum")
+    step(model, muon, 1)
+    before = muon.state_dict()["state"][0]["momentum_sum"].clone()
+    muon.param_groups[0]["momentum_form"] = value
+    saved = muon.state_dict()["state"][0]
+    assert saved.keys() == {"momentum_sum"} and torch.equal(saved["momentum_sum"], before) and before.any()
+
+
+def whole_state(state_dict):
+    """Copies of all tensors of a state dict, whole."""
+    return {(number, key): (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+            for number, state in state_dict["state"].items() for key, value in state.items()}
+
+
+def of_owners_with_a_wrong_key(rank, world, options):
+    """Whether state kept by owners is saved, in each way, as it was before a key of its group got a wrong value."""
+    model, muon = model_and_optimizer(process_group=dist.group.WORLD, **options)
+    step(model, muon, 1)
+    group, same = muon.param_groups[0], []
+    before = whole_state(muon.state_dict())
+    by_dcp = whole_state(dsd.get_optimizer_state_dict(model, muon))
+    right = dict(group)
+    wrong = [{key: value} for key, values in WRONG.items() for value in values]
+    for change in (*wrong, {"eps": "small"}):
+        group.update(change)
+        same.append((before, whole_state(muon.state_dict())))
+        same.append((by_dcp, whole_state(dsd.get_optimizer_state_dict(model, muon))))
+        muon.consolidate_state_dict(to=None)
+        same.append((before, whole_state(muon.state_dict())))
+        with pytest.raises((TypeError, ValueError)):
+            step(model, muon, 2)
+        group.clear()
+        group.update(right)
+    return all(a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in same)
+
+
+@pytest.mark.parametrize("options", [{"shard_state": True, "momentum_form": "sum"}, {"grads_are_reduced": False},
+                                     {"rule": "hyperball", "shard_state": True}], ids=str)
+def test_a_wrong_live_key_does_not_hinder_saving_state_of_owners(options, optimizer):
+    assert all(run_ranks(2, of_owners_with_a_wrong_key, options))
+
+
+def of_owners_with_different_rules(rank, world, wrong):
+    """The message where a key of the group was changed on one rank, and whether all is saved once it is set back."""
+    model, muon = model_and_optimizer(process_group=dist.group.WORLD, rule="hyperball", shard_state=True)
+    step(model, muon, 1)
+    before = whole_state(muon.state_dict())
+    if rank:
+        muon.param_groups[0]["rule"] = wrong
+    messages = []
+    for call in (muon.state_dict, partial(muon.consolidate_state_dict, None)):
+        try:
+            call()
+            messages.append("")
+        except RuntimeError as error:
+            messages.append(str(error))
+    muon.param_groups[0]["rule"] = "hyperball"
+    after = whole_state(muon.state_dict())
+    return messages, before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_rule_changed_on_one_rank_only(optimizer):
+    """Ranks gathered rows of different keys: gloo ended the process."""
+    for rank, (messages, same) in enumerate(run_ranks(2, of_owners_with_different_rules, "muon")):
+        called = ["", " with radius of 2 parameters"][:: -1 if rank == 0 else 1]
+        for call, message in zip(("state_dict()", "consolidate_state_dict(to=None)"), messages):
+            assert f"ranks [{rank}] called {call}{called[0]}, but ranks [{1 - rank}] {call}{called[1]}" in message
+        assert same
+    # A wrong rule leaves the keys of the last step, which the other ranks have
+    assert run_ranks(2, of_owners_with_different_rules, "unknown") == [(["", ""], True)] * 2
 
 
 def test_an_empty_state_dict_names_its_likely_cause(optimizer):

@@ -20,7 +20,6 @@ from .params.own_process_groups import Choice
 from .planning.plan import bucket_sort_key
 from .rules import rule as rules
 from .rules.muon import REST_KEY
-from .rules.rule import sharded_keys
 from .state import create
 from .state.consolidated import check_target, consolidate
 from .state.saved_forms import (
@@ -228,7 +227,7 @@ class StateDictMethods(ForwardOverlapMethods):
         for group, own in zip(self.param_groups, self._options_by_group()):
             if own.owner_keeps_state:
                 ranks = tuple(dist.get_process_group_ranks(own.process_group))
-                keys = sharded_keys([group])
+                keys = create.gathered_keys(group, self.state, own.state_dtype)
                 members = {p: (name, keys) for p, name in names_in(group).items()}
                 found.setdefault(ranks, (own.process_group, {}))[1].update(members)
         return [found[ranks] for ranks in sorted(found, key=bucket_sort_key)]

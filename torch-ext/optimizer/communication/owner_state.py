@@ -10,6 +10,7 @@ rank of the group.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from ..params import errors
 from ..params.dtensor import local_of, with_local
 from ..params.layout import row_chunks
+from ..rules.rule import BASE_KEYS
 from .process_groups import gather_integers
 from .redistribute import by_rows
 from .store_barrier import wait_for_all
@@ -56,8 +58,8 @@ def state_for_checkpoint(
         "state_dict(), which all ranks of process_group call together where owners keep the state"
     ):
         # A rank that saves alone gets an error, before it issues a collective
-        for group, _ in shared:
-            wait_for_all(group, "state_dict()", ADVICE)
+        for group, members in shared:
+            wait_for_all(group, call_with_keys("state_dict()", members), ADVICE)
         # Rows are counted before `create_missing` creates zeros: a rank that failed to load its
         # rows must get an error, not zeros
         if create_missing is not None:
@@ -68,6 +70,16 @@ def state_for_checkpoint(
         for group, members in shared:
             shown |= as_row_dtensors(state, members, group, offloads)
         return shown
+
+
+def call_with_keys(call: str, members: Members) -> str:
+    """Return `call`, for `wait_for_all`, with the keys that some rules add to the state of Muon,
+    NorMuon and AdamW: ranks whose groups have different rules get an error, and not collectives of
+    different sizes.
+    """
+    counts = Counter(key for _, keys in members.values() for key in keys if key not in BASE_KEYS)
+    added = ", ".join(f"{key} of {counts[key]} parameters" for key in sorted(counts))
+    return f"{call} with {added}" if added else call
 
 
 def as_row_dtensors(

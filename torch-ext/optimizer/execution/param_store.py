@@ -430,8 +430,9 @@ class Store:
         if piece.kind == "chunk":
             return torch.atleast_1d(local)[slice(*piece.box[0])]
         layout = self.layouts[piece.kind][piece.matrix.param]
-        matrix = self.splits[piece.matrix.param].matrices(local)[self._leading(piece)]
-        return matrix[layout.place_of(self.rank, piece.start, self.stored_shape(piece))]
+        matrices = self.splits[piece.matrix.param].matrices(local)
+        place = layout.place_of(self.rank, piece.start, self.stored_shape(piece))
+        return matrices[(*self._leading(piece), *place)]
 
     def _leading(self, piece: Piece) -> tuple[int, ...]:
         """The leading indices (experts) of a piece's matrix in the local shard."""

@@ -154,6 +154,17 @@ def placed_like(
     return as_dtensor(local, shape, other.device_mesh, other.placements)
 
 
+def with_shard(like: DTensor, local: torch.Tensor) -> DTensor:
+    """`local`, on a device of the mesh, as the shard of a DTensor of the shape and placements of
+    `like`. Of the dtype of `like`, it shares the description of `like`, which takes far less time.
+    """
+    if local.dtype != like.dtype:
+        return as_dtensor(local, like.shape, like.device_mesh, like.placements)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, like._spec, requires_grad=False)
+
+
 def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
     """Make the DTensor with the global shape and placements of `like` whose shard on this rank is
     `local`, in its own dtype and on any device: the devices of the mesh, or the host.

@@ -186,7 +186,9 @@ class Layout:
         `start`: (row, column) of the matrix at which the box begins. `shape`: of the box, which
         lies within one element of `boxes_of(rank)`.
         """
-        place = [first - side[0] for first, side in zip(start, self.boxes[rank][-2:])]
+        # Without loops: called for each view of each piece
+        (top, _), (left, _) = self.boxes[rank][-2:]
+        place = [start[0] - top, start[1] - left]
         if self.interleaved:
             axis = self.interleaved[0] - len(self.shape) + 2  # 0 for rows, 1 for columns
             behind = 0  # rows or columns of the shard before the part
@@ -195,7 +197,8 @@ class Layout:
                 if first <= start[axis] < stop:
                     place[axis] = behind + start[axis] - first
                 behind += stop - first
-        return tuple(slice(first, first + n) for first, n in zip(place, shape))
+        row, column = place
+        return slice(row, row + shape[0]), slice(column, column + shape[1])
 
     def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A contiguous copy of the elements of `whole` (global shape) stored by `rank`."""

@@ -232,6 +232,15 @@ class Planner:
             return [self._chunks(groups, *zip(*part)) for part in by_dtype.values()]
         return [self._elementwise(group, [p for p, _ in part]) for part in by_dtype.values()]
 
+    def hardware(
+        self, params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None
+    ) -> tuple:
+        """Return what plans of the parameters depend on besides parameters and options: the rank,
+        and what `_find_hardware` sets.
+        """
+        self._find_hardware(params, process_group)
+        return self.rank, self.device, self.architecture, self.rank_bytes, self.sends_once
+
     def _find_hardware(
         self, params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None
     ) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..communication.owner_state import ADVICE, Shared, gather
+from ..communication.owner_state import ADVICE, Shared, call_with_keys, gather
 from ..communication.store_barrier import wait_for_all
 from ..params import errors
 from ..rules.rule import row_sharded_keys
@@ -81,8 +81,8 @@ def consolidate(
     call = f"consolidate_state_dict(to={to})"
     with errors.during(f"{call}, which all ranks of process_group call together"):
         # A rank that calls alone, or with another `to`, gets an error before the first collective
-        for group, _ in shared:
-            wait_for_all(group, call, ADVICE)
+        for group, members in shared:
+            wait_for_all(group, call_with_keys(call, members), ADVICE)
         whole = {}
         for group, members in shared:
             whole |= gather(completed, members, group, to)

@@ -20,6 +20,7 @@ from ..communication.redistribute import place_like
 from ..kernels.backend import capturing
 from ..kernels.quantized.blocks import is_quantized, mark_unwritten
 from ..params import errors
+from ..params.checks.group_values import check_values
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, is_placed_like, local_of, zeros_of
 from ..params.errors import warn_caller
@@ -30,6 +31,7 @@ from ..planning.planner import Plan
 from ..rules.decay import INITIAL_KEY
 from ..rules.muon import REST_KEY, SUM_KEY
 from ..rules.rule import (
+    BASE_KEYS,
     SCALE_KEY,
     STATES,
     all_state_keys,
@@ -136,16 +138,30 @@ def _create_missing(
 
 def is_readable(group: dict, dtype: torch.dtype) -> bool:
     """Whether the group says which state its parameters have. Else one of its live keys is wrong,
-    which the next step refuses, and saving must not. `dtype`: the option `state_dtype`.
+    which the next step refuses, and saving must not: then state is saved as the last step left it.
+    `dtype`: the option `state_dtype`.
     """
     try:
+        # A wrong momentum_form would count as "ema", and a sum as momentum that is missing
+        check_values(group)
         dtype = group_state_dtype(group, dtype)
         for param, split in zip(group["params"], splits_of(group)):
             for key in keys_of(group, param, dtype):
                 state_shape(param, key, split)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
         return False
     return True
+
+
+def gathered_keys(group: dict, state: dict, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return `sharded_keys` of a group; of one that is not `is_readable`, the keys that the state
+    of its parameters has, which on all ranks are those of the last step. `dtype`: the option
+    `state_dtype`.
+    """
+    if is_readable(group, dtype):
+        return sharded_keys([group])
+    held = set().union(*(state.get(param, ()) for param in group["params"]))
+    return tuple(sorted(BASE_KEYS | held.intersection(row_sharded_keys())))
 
 
 def splits_by_param(groups: Iterable[dict]) -> dict[torch.Tensor, Split]:
@@ -179,12 +195,11 @@ def with_missing_keys(
     `state` itself stays unchanged, and parameters without state stay without; so do groups that are
     not `is_readable`. `options`: of each group. `cuts`: {parameter: `Split` of its state}.
     """
-    cut = cut_anew(cuts, splits_by_param(groups), state) if cuts else {}
+    readable = [pair for pair in zip(groups, options) if is_readable(pair[0], pair[1].state_dtype)]
+    cut = cut_anew(cuts, splits_by_param([group for group, _ in readable]), state) if cuts else {}
     state = {**state, **cut} if cut else state
     known, copies = set(all_state_keys()), {}
-    for group, own in zip(groups, options):
-        if not is_readable(group, own.state_dtype):
-            continue
+    for group, own in readable:
         dtype = group_state_dtype(group, own.state_dtype)
         for param, split in zip(group["params"], splits_of(group)):
             held, keys = state.get(param, {}), keys_of(group, param, dtype)

@@ -31,6 +31,7 @@ from ..rules.rule import SCALE_KEY, all_state_keys, group_state_dtype, keys_of
 from .create import is_readable
 from .momentum.averages import loaded_keys, wide_if_needed
 from .momentum.conversion import with_own_momentum
+from .momentum.device_values import DeviceValues
 from .state_dict import (
     KINDS,
     STRUCTURE,
@@ -149,8 +150,8 @@ def import_state(
     dtype = optimizer._options.state_dtype
     groups = []
     for i, group in enumerate(own):
-        with in_group(i, group):
-            saved = _saved_group(path, i, own, names, header["groups"], states, dtype)
+        with in_group(i, group), DeviceValues() as numbers:
+            saved = _saved_group(path, i, own, names, header["groups"], states, dtype, numbers)
             groups.append(saved)
     # A state dict numbers the parameters in the order of the groups
     number = {name: i for i, name in enumerate(n for group in groups for n in group["params"])}
@@ -474,13 +475,14 @@ def _saved_group(
     saved: list[dict],
     states: dict[str, dict],
     dtype: torch.dtype,
+    numbers: DeviceValues,
 ) -> dict:
     """Return the optimizer's group `number` in the form of a state dict with the file's options;
     `params` are names.
 
     `own`: groups of the optimizer. `saved`: groups of the file. `states`: {parameter name: state};
     converted momentum replaces entries. `dtype`: the option `state_dtype`. Raises ValueError for
-    state or options that do not fit.
+    state or options that do not fit, for values when `numbers` are read.
     """
     group = own[number]
     own_names = [[names[p] for p in entry["params"]] for entry in own]
@@ -490,7 +492,9 @@ def _saved_group(
     as_saved = with_saved_rule(group, options)
     for param, name, split in zip(group["params"], params, splits_of(group)):
         if name in states:
-            states[name] = with_own_momentum(states[name], as_saved, options, name, split, dtype)
+            states[name] = with_own_momentum(
+                states[name], as_saved, options, name, split, dtype, numbers
+            )
             states[name] = wide_if_needed(states[name], as_saved, param, name)
         # 8-bit momentum that an optimizer of another dtype loads has no scales any more
         is_8bit = SCALE_KEY in states.get(name, ())
@@ -511,7 +515,7 @@ def _saved_group(
                 f"parameter {name}, but its state here is {', '.join(sorted(keys))}: build the "
                 "group with the rule and the options with which it was saved"
             )
-        check_saved_state(param, keys, name, states.get(name, {}), split)
+        check_saved_state(param, keys, name, states.get(name, {}), numbers, split)
     check_same_rule(number, group, options)
     known = dict.fromkeys((*group, *OPTIONAL_KEYS))
     taken = {key: _from_json(key, group.get(key), options[key]) for key in known if key in options}

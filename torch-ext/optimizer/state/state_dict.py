@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 import torch
 
@@ -21,7 +22,7 @@ from ..params.checks.group_keys import CHANGED, OPTIONAL_KEYS, as_one_group
 from ..params.checks.live_keys import warn_of_saved_arguments
 from ..params.checks.saved_function import has_function, with_function
 from ..params.config import ARGUMENTS, MuonConfig
-from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
+from ..params.dtensor import is_by_rows, is_dtensor, local_of, with_local, with_shard
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
@@ -45,6 +46,7 @@ from ..rules.rule import (
 from .consolidated import refuse_elsewhere
 from .momentum.averages import check_dtype, check_step_count, loaded_keys, narrowed, wide_if_needed
 from .momentum.conversion import as_tensor, in_8_bits, way_out, with_own_momentum
+from .momentum.device_values import DeviceValues
 from .peers.facts import check_source, going_on_from_adamw, listed
 from .saved_forms import SPLITS, called_by_checkpoint, saved_rule_name
 from .shard_check import check_shards
@@ -430,10 +432,11 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
     of_param = {p: own for group, own in zip(groups, options) for p in group["params"]}
     refusal = None
     try:
-        members = [
-            (*member[:3], _in_own_form(*member, saved, splits[member[0]], of_param[member[0]]))
-            for member, saved in zip(members, saved_groups)
-        ]
+        with DeviceValues() as numbers:
+            members = [
+                (*member[:3], _in_own_form(*member, saved, splits[param], of_param[param], numbers))
+                for member, saved, param in zip(members, saved_groups, map(itemgetter(0), members))
+            ]
     except ValueError as error:
         refusal = error  # raised by check_shards: other ranks may wait for this rank
     check_shards(members, of_param, refusal)
@@ -452,15 +455,16 @@ def _in_own_form(
     saved: dict,
     split: Split,
     options: MuonConfig,
+    numbers: DeviceValues,
 ) -> dict:
     """Return the saved state of a parameter with momentum in the form of `group`. Raises ValueError
-    unless the state fits. `saved`: the saved group.
+    unless the state fits, for values on a device when `numbers` are read. `saved`: the saved group.
     """
-    state = with_own_momentum(state, group, saved, name, split, options.state_dtype)
+    dtype = options.state_dtype
+    state = with_own_momentum(state, group, saved, name, split, dtype, numbers)
     state = wide_if_needed(state, group, param, name)
-    check_saved_state(
-        param, loaded_keys(group, param, options.state_dtype, state), name, state, split
-    )
+    keys = loaded_keys(group, param, dtype, state)
+    check_saved_state(param, keys, name, state, numbers, split)
     return state
 
 
@@ -505,12 +509,17 @@ def _foreign_entries(state: object) -> dict:
 
 
 def check_saved_state(
-    param: torch.Tensor, keys: Sequence[str], name: str, state: object, split: Split = WHOLE
+    param: torch.Tensor,
+    keys: Sequence[str],
+    name: str,
+    state: object,
+    numbers: DeviceValues,
+    split: Split = WHOLE,
 ) -> None:
     """Raise ValueError unless `state` can be the saved state of `param` under a rule with state
     `keys`: all keys or none. Any rule also accepts Muon's state, momentum alone. Initial weights of
-    decay="initial" and rests of split weights may be missing. `split`: how the parameter is cut
-    into matrices.
+    decay="initial" and rests of split weights may be missing. `numbers`: read later, a step count
+    among them. `split`: how the parameter is cut into matrices.
     """
     name = shortened(name)
     if not isinstance(state, dict):
@@ -553,7 +562,7 @@ def check_saved_state(
                 + way_out(key, dtype)
             )
     if "step" in keys and "step" in state:
-        check_step_count(as_tensor(state["step"]), name)
+        check_step_count(as_tensor(state["step"]), name, numbers)
 
 
 def _check_param_kind(name: str, group: dict, saved: dict) -> None:
@@ -657,7 +666,7 @@ def _restored_state(
         if is_dtensor(value) and offloads:
             restored[key] = with_local(value, local)
         elif is_dtensor(value):
-            restored[key] = as_dtensor(local, value.shape, value.device_mesh, value.placements)
+            restored[key] = with_shard(value, local)
         if to_8_bits:
             scales_shape = state_shape(param, SCALE_KEY, split)
             restored[key], restored[SCALE_KEY] = in_8_bits(restored[key], scales_shape, split)

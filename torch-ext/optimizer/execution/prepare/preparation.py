@@ -26,6 +26,7 @@ from ...rules.rule import matrix_keys
 from ...state import create
 from ..cuda_graphs import Graphs, release_before_groups
 from ..fingerprint import StepFingerprint, memory_key
+from .known_plans import KnownPlans
 from .select import GroupParams, select_params
 from .state_place import StatePlace
 from .step import BoundStep
@@ -39,9 +40,10 @@ def make_plans(
     process_groups: ProcessGroups,
     alone: bool,
     cuts: dict[torch.Tensor, Split],
+    known: KnownPlans,
 ) -> tuple[list[Plan], list[Callable[[], None]]]:
     """Plan all `parts`, check that all ranks have equal plans, and create or move state. `own`: the
-    options of each parameter group. `cuts`: `Preparation.cuts`.
+    options of each parameter group. `cuts`: `Preparation.cuts`. `known`: plans of before.
 
     Return (plans, collective comparisons that `check_plans` leaves for the next step).
     Collective unless `alone`. Raises RuntimeError if ranks differ, or if state has another
@@ -54,12 +56,7 @@ def make_plans(
             options.process_group,
             {group.process_group for group in own} - {None},
         )
-    plans = [
-        plan
-        for part in parts
-        for plan in planner.plan(part.groups, part.params, part.group_of, part.process_group)
-    ]
-    planner.check_bucket_buffers()
+    plans = known.of(parts, planner, options)
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
     # remaining ranks wait in `check_plans`
     cut = create.cut_anew(cuts, _cuts_of(plans), state)
@@ -122,6 +119,7 @@ class Preparation:
         # Argument `alone` of `select_params` -> plans
         self._plans: dict[bool, list[Plan]] = {False: [], True: []}
         self._plan_keys: dict[bool, list[tuple] | None] = {False: None, True: None}
+        self._known = {False: KnownPlans(), True: KnownPlans()}  # outlive `_plans`
         self._memory_key: tuple | None = None  # of the bound step
         self._param_forms: list | None = None  # of all parameters in plans, at the last binding
         # Comparisons of gradients that `check_plans` left for the next step
@@ -177,7 +175,14 @@ class Preparation:
                 if hook is not None:
                     hook.before_state_moves(state)
                 self._plans[alone], later = make_plans(
-                    parts, state, compared, own, self.process_groups, alone, self.cuts
+                    parts,
+                    state,
+                    compared,
+                    own,
+                    self.process_groups,
+                    alone,
+                    self.cuts,
+                    self._known[alone],
                 )
                 self.keep_cuts(_cuts_of(self._plans[alone]), state)
                 self._uncompared += later
@@ -277,6 +282,7 @@ class Preparation:
     def follow_world(self, world: dist.ProcessGroup | None) -> None:
         """Drop plans and process groups: torch.distributed has another default group, `world`."""
         self.world = world
+        self._known = {False: KnownPlans(), True: KnownPlans()}
         self.process_groups = ProcessGroups(dedicated=self._dedicated)
         self.drop_plans()
 
@@ -286,8 +292,8 @@ class Preparation:
         self.process_groups = ProcessGroups(dedicated=self._dedicated)
 
     def drop_plans(self) -> None:
-        """Drop plans and the bound step; the next step makes both anew. State stays, and so do
-        process groups: new groups at each plan would pile up.
+        """Drop plans and the bound step; the next step makes both anew, with the comparison of
+        ranks. State stays, and so do process groups: new groups at each plan would pile up.
         """
         self._plans = {False: [], True: []}
         self._plan_keys = {False: None, True: None}

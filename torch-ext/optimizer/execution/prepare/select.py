@@ -138,7 +138,15 @@ def step_together(parts: Sequence[Part]) -> list[GroupParams]:
 
 
 def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
-    """Key of the plans of groups: groups, parameters, and the options that plans depend on.
+    """Key of the plans of groups: groups, parameters, and the options that plans depend on."""
+    # Bucket updates hold the live groups, hence the ids. Plans keep the groups alive, so no other
+    # group can get the id.
+    return tuple(map(id, part.groups)), *planned_values(part, dtype)
+
+
+def planned_values(part: GroupParams, dtype: torch.dtype | None) -> tuple:
+    """Return what plans depend on, besides the forms of parameters: parameters, and the options of
+    their groups. `dtype`: the option `ns_dtype`.
 
     Coefficients enter only through the scratch bytes, and the direct matrices, of each shape: a
     schedule of coefficients seldom plans anew.
@@ -167,10 +175,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         )
         for shape in shapes
     }
-    # Bucket updates hold the live groups, hence the ids. Plans keep the groups alive, so no other
-    # group can get the id.
     return (
-        tuple(map(id, part.groups)),
         tuple(part.group_of),
         group["use_muon"],
         group["adjust_lr_fn"],

@@ -86,12 +86,10 @@ def mark_unwritten(values: torch.Tensor, scales: torch.Tensor) -> None:
     scales.fill_(-0.0)
 
 
-def are_together(values: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Return whether numbers (..., R, C) and scales (..., R, blocks) can come from `quantize` or
-    `mark_unwritten`. Waits for the device.
+def are_together(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return whether numbers (..., R, C), at least one, and scales (..., R, blocks) can come from
+    `quantize` or `mark_unwritten`: a bool on the device.
     """
-    if not values.numel():
-        return True
     # The padding of a row repeats its last number, which lies in the padded block
     columns = torch.arange(scales.shape[-1] * BLOCK, device=values.device)
     columns = columns.clamp_max(values.shape[-1] - 1)
@@ -102,7 +100,7 @@ def are_together(values: torch.Tensor, scales: torch.Tensor) -> bool:
     is_unwritten = (scales == 0) & scales.signbit()
     fits = torch.where((scales > 0) & scales.isfinite(), is_largest, is_zero)
     fits = torch.where(is_unwritten, (least == UNWRITTEN) & (most == UNWRITTEN), fits)
-    return bool(fits.all())
+    return fits.all()
 
 
 @jit

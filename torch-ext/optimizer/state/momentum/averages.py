@@ -30,6 +30,7 @@ from ...rules.rule import (
     state_shape,
 )
 from .conversion import as_tensor
+from .device_values import DeviceValues
 
 # (key of the average, of its numbers, of its scales, format)
 FORMATS = tuple(zip(WIDE_KEYS, QUANTIZED_KEYS[:2], QUANTIZED_KEYS[2:], (blocks, squares)))
@@ -146,15 +147,21 @@ def check_dtype(key: str, dtype: torch.dtype, name: str) -> None:
         )
 
 
-def check_step_count(step: torch.Tensor, name: str) -> None:
-    """Raise ValueError unless AdamW's step count is a whole number >= 0. Waits for the device."""
+def check_step_count(step: torch.Tensor, name: str, numbers: DeviceValues) -> None:
+    """Raise ValueError, when `numbers` are read, unless AdamW's step count is a whole number
+    >= 0.
+    """
     step = local_of(step)
     # Without values, as of a model on the meta device
     if step.is_meta or isinstance(step, FakeTensor):
         return
-    count = float(step)
-    if not (0 <= count < math.inf and count.is_integer()):
-        raise ValueError(
-            f"step of parameter {name} is {count} in the state, but AdamW's count of "
-            f"steps must be a whole number >= 0: the state is damaged; {BEGIN_ANEW}"
-        )
+
+    def judge(number: float) -> None:
+        count = float(number)
+        if not (0 <= count < math.inf and count.is_integer()):
+            raise ValueError(
+                f"step of parameter {name} is {count} in the state, but AdamW's count of "
+                f"steps must be a whole number >= 0: the state is damaged; {BEGIN_ANEW}"
+            )
+
+    numbers.read_later(step, judge)

@@ -27,6 +27,7 @@ from ...params.dtensor import is_dtensor, local_of, placed_like, with_local
 from ...params.units import Split
 from ...rules.muon import SUM_KEY, is_sum
 from ...rules.rule import SCALE_KEY, momentum_key
+from .device_values import DeviceValues
 
 MEAN_KEY = "momentum_buffer"
 # Ends of messages
@@ -62,27 +63,33 @@ def as_tensor(value: object, what: str = "a state") -> torch.Tensor:
 
 
 def with_own_momentum(
-    state: object, group: Mapping, saved: Mapping, name: str, split: Split, dtype: torch.dtype
+    state: object,
+    group: Mapping,
+    saved: Mapping,
+    name: str,
+    split: Split,
+    dtype: torch.dtype,
+    numbers: DeviceValues,
 ) -> object:
     """Return the saved state of parameter `name` with the momentum of `group`, the optimizer's own
     with the rule of the `saved` one. `dtype`: the option `state_dtype`.
 
     8-bit momentum stays only if the optimizer has it too, in the same form. Raises ValueError for
-    numbers and scales that do not fit together, and for numbers without scales. Waits for the
-    device.
+    numbers and scales that do not fit together, and for numbers without scales; what depends on
+    values on a device is raised when `numbers` are read.
     """
     if not isinstance(state, dict) or not group["use_muon"]:
         return state
     wanted = momentum_key(group)
     if SCALE_KEY not in state:
-        refuse_cast_numbers(state, wanted, name)
+        refuse_cast_numbers(state, wanted, name, numbers)
         return in_momentum_form(state, group, saved)
     key = SUM_KEY if SUM_KEY in state else MEAN_KEY
     if key not in state:
         return state  # refused by `check_saved_state`
     momentum, scales = (as_tensor(state[k], f"{k} of parameter {name}") for k in (key, SCALE_KEY))
     stays = is_quantized(dtype) and is_quantized(momentum.dtype) and key == wanted
-    _check_blocks(momentum, scales, key, name, split, stays)
+    _check_blocks(momentum, scales, key, name, split, stays, numbers)
     if stays:
         return state
     wide = _widened(momentum, scales, split)
@@ -122,9 +129,11 @@ def _check_blocks(
     name: str,
     split: Split,
     shapes_later: bool,
+    numbers: DeviceValues,
 ) -> None:
     """Raise ValueError unless `momentum`, the state `key`, is in 8 bits and belongs to `scales`.
-    `shapes_later`: leave wrong shapes to `check_saved_state`. Waits for the device.
+    `shapes_later`: leave wrong shapes to `check_saved_state`. `numbers`: read later, then the
+    values are compared.
     """
     values, of_blocks = (matrices_of(local_of(t), split.view) for t in (momentum, scales))
     is_8bit = is_quantized(values.dtype)
@@ -137,14 +146,18 @@ def _check_blocks(
             f"{key} of {momentum.dtype} and shape {tuple(momentum.shape)}, which needs {needed} "
             f"beside torch.int8: scales belong to blocks of {BLOCK} columns. {MIXED}. {OTHER_SPLIT}"
         )
-    if values.is_meta or isinstance(values, FakeTensor):
+    if values.is_meta or isinstance(values, FakeTensor) or not values.numel():
         return
+
+    def judge(are_of_scales: float) -> None:
+        if not are_of_scales:
+            raise ValueError(
+                f"the numbers in {key} of parameter {name} are not those that belong to "
+                f"{SCALE_KEY}: numbers or scales were loaded alone. {MIXED}"
+            )
+
     # Offloaded numbers are on the host, their scales are not
-    if not are_together(values, of_blocks.to(values.device)):
-        raise ValueError(
-            f"the numbers in {key} of parameter {name} are not those that belong to {SCALE_KEY}: "
-            f"numbers or scales were loaded alone. {MIXED}"
-        )
+    numbers.read_later(are_together(values, of_blocks.to(values.device)), judge)
 
 
 def _widened(momentum: torch.Tensor, scales: torch.Tensor, split: Split) -> torch.Tensor:
@@ -177,22 +190,25 @@ def _like(momentum: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return placed_like(local, momentum, momentum.shape)
 
 
-def refuse_cast_numbers(state: dict, key: str, name: str) -> None:
-    """Raise ValueError for floating-point momentum `key` that holds 8-bit numbers without scales:
-    torch.distributed.checkpoint casts saved tensors to the dtype of the optimizer's tensors. Waits
-    for the device.
+def refuse_cast_numbers(state: dict, key: str, name: str, numbers: DeviceValues) -> None:
+    """Raise ValueError, when `numbers` are read, for floating-point momentum `key` that holds 8-bit
+    numbers without scales: torch.distributed.checkpoint casts saved tensors to the dtype of the
+    optimizer's tensors.
     """
     local = local_of(state[key]) if isinstance(state.get(key), torch.Tensor) else None
     if local is None or not local.numel() or not local.dtype.is_floating_point:
         return
     if local.is_meta or isinstance(local, FakeTensor):
         return
+
+    def judge(largest: float) -> None:
+        if largest == LARGEST and torch.equal(local, local.round()):
+            raise ValueError(
+                f"{key} of parameter {name} holds whole numbers up to {LARGEST}: the checkpoint "
+                "has it in 8 bits, and torch.distributed.checkpoint has cast the numbers, without "
+                "scales. Load the checkpoint into an optimizer with state_dtype=torch.int8, and "
+                "pass that one's state_dict() to load_state_dict() here"
+            )
+
     # The largest magnitude, without a copy
-    largest = torch.linalg.vector_norm(local, torch.inf)
-    if largest == LARGEST and torch.equal(local, local.round()):
-        raise ValueError(
-            f"{key} of parameter {name} holds whole numbers up to {LARGEST}: the checkpoint has it "
-            "in 8 bits, and torch.distributed.checkpoint has cast the numbers, without scales. "
-            "Load the checkpoint into an optimizer with state_dtype=torch.int8, and pass that "
-            "one's state_dict() to load_state_dict() here"
-        )
+    numbers.read_later(torch.linalg.vector_norm(local, torch.inf), judge)
