@@ -1,8 +1,9 @@
 """Triton's CPU interpreter in a third of its time: what it works out anew at every operation is kept.
 
-It computes and checks as before, but for masks of integers. Most of its time goes into names of types and shapes, into numbers in a kernel's text,
-into replacing the language anew whenever a kernel calls a function, and into whether integers overflow, of which it
-makes nothing outside debug mode. Importing this module chooses nothing: tests/paths.py does.
+It computes and checks as before, but that masks may hold integers (`_mask_of_bools`). Most of its time goes into names
+of types and shapes, into numbers in a kernel's text, into replacing the language anew whenever a kernel calls a
+function, and into whether integers overflow, of which it makes nothing outside debug mode. Importing this module
+chooses nothing: tests/paths.py does.
 """
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ def hasten() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._get_np_dtype = _kept_by_name(interpreter._get_np_dtype)
     interpreter._patch_attr = _set_direct(TritonSemantic)
+    operations = interpreter.InterpreterBuilder
     for name, place in MASKS.items():
-        setattr(interpreter.InterpreterBuilder, name, _mask_of_bools(getattr(interpreter.InterpreterBuilder, name), place))
+        setattr(operations, name, _mask_of_bools(getattr(operations, name), place))
     TritonSemantic.binary_op_type_checking_impl = _learnt(TritonSemantic.binary_op_type_checking_impl, core.tensor)
     TritonSemantic.broadcast_impl_value = _alike_first(TritonSemantic.broadcast_impl_value)
     TritonSemantic.scalar_constant = _kept_by_value(TritonSemantic.scalar_constant)
@@ -57,8 +59,8 @@ def hasten() -> None:
 
 
 def _mask_of_bools(function, place):
-    """A mask may hold integers: the interpreter makes them of comparisons of numbers, and that of Triton 3.9 refuses
-    them.
+    """The interpreter repeats the result of a comparison of numbers as integers. That of Triton 3.9 takes no mask of
+    integers.
     """
     def call(self, *args, **kwargs):
         mask = args[place] if place < len(args) else None
