@@ -1,8 +1,9 @@
 """Triton's CPU interpreter in a third of its time: what it works out anew at every operation is kept.
 
-It computes and checks as before. Most of its time goes into names of types and shapes, into numbers in a kernel's text,
-into replacing the language anew whenever a kernel calls a function, and into whether integers overflow, of which it
-makes nothing outside debug mode. Importing this module chooses nothing: tests/paths.py does.
+It computes and checks as before, but that masks may hold integers (`_mask_of_bools`). Most of its time goes into names
+of types and shapes, into numbers in a kernel's text, into replacing the language anew whenever a kernel calls a
+function, and into whether integers overflow, of which it makes nothing outside debug mode. Importing this module
+chooses nothing: tests/paths.py does.
 """
 from __future__ import annotations
 
@@ -14,6 +15,10 @@ import torch
 
 INTERPRETED = not torch.cuda.is_available()  # whether Triton's kernels run in the interpreter here
 PATHS = ["torch", pytest.param("triton", marks=[pytest.mark.interpreter] if INTERPRETED else [])]
+
+
+# Operations of the interpreter that take a mask -> its place among their arguments
+MASKS = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
 
 
 @functools.cache
@@ -31,6 +36,9 @@ def hasten() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._get_np_dtype = _kept_by_name(interpreter._get_np_dtype)
     interpreter._patch_attr = _set_direct(TritonSemantic)
+    operations = interpreter.InterpreterBuilder
+    for name, place in MASKS.items():
+        setattr(operations, name, _mask_of_bools(getattr(operations, name), place))
     TritonSemantic.binary_op_type_checking_impl = _learnt(TritonSemantic.binary_op_type_checking_impl, core.tensor)
     TritonSemantic.broadcast_impl_value = _alike_first(TritonSemantic.broadcast_impl_value)
     TritonSemantic.scalar_constant = _kept_by_value(TritonSemantic.scalar_constant)
@@ -48,6 +56,20 @@ def hasten() -> None:
         return execute(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, call
+
+
+def _mask_of_bools(function, place):
+    """The interpreter repeats the result of a comparison of numbers as integers. That of Triton 3.9 takes no mask of
+    integers.
+    """
+    def call(self, *args, **kwargs):
+        mask = args[place] if place < len(args) else None
+        if mask is not None and mask.data.dtype != bool:
+            mask = dataclasses.replace(mask, data=mask.data.astype(bool))
+            args = *args[:place], mask, *args[place + 1:]
+        return function(self, *args, **kwargs)
+
+    return call
 
 
 def _kept_by_name(function):

@@ -93,6 +93,29 @@ def test_a_new_group_is_not_split_from_a_default_one_that_is_bound_to_a_device(o
     assert run_ranks(3, bound) == [([None], "cuda:0"), ([None], "cuda:0"), ([], "cuda:0")]
 
 
+def devices_of_new_groups(rank, world, kind):
+    """What `new_group` gets to bind a group, if groups of the default one's backend have devices of their own."""
+    make, seen, groups = dist.new_group, [], part("communication.process_groups").ProcessGroups()
+    groups.find_existing([], None)
+    dist.group.WORLD.bound_device_id = torch.device("cuda:1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "ProcessGroupNCCL2", getattr(dist, kind), raising=False)
+        patch.setattr(dist, "new_group", lambda *args, device_id=None, **options: (
+            seen.append(str(device_id)), make(*args, **options))[1])
+        if rank < 2:
+            groups.get_or_create((0, 1))
+    dist.group.WORLD.bound_device_id = None
+    return seen
+
+
+@pytest.mark.parametrize("kind, device", [("ProcessGroupGloo", "cuda:1"), ("PrefixStore", "None")])
+def test_a_new_group_of_a_bound_backend_has_the_default_ones_device(kind, device, optimizer):
+    """NCCL of torch 2.15 would take a device by LOCAL_RANK; other backends take that of the tensors. Here gloo's class
+    stands for NCCL's, or a class that is no group.
+    """
+    assert run_ranks(3, devices_of_new_groups, kind) == [[device], [device], []]
+
+
 def test_a_patient_group_is_known_by_its_ranks_in_any_order(optimizer, monkeypatch):
     """A mesh may list its ranks in another order than a plan does."""
     process_groups, patient = part("communication.process_groups"), SimpleNamespace(group_name="of a mesh")

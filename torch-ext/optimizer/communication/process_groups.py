@@ -311,17 +311,34 @@ def _new(
         _name_by_ranks()
     _thread.template = template.group_name
     try:
-        with _unbound(dist.group.WORLD):
+        with _unbound(dist.group.WORLD) as device:
+            more = order | _binding(template, device)
             return dist.new_group(
-                list(ranks), timeout, backends, use_local_synchronization=True, **order
+                list(ranks), timeout, backends, use_local_synchronization=True, **more
             )
     finally:
         _thread.template = None
 
 
+def _binding(template: dist.ProcessGroup, device: torch.device | None) -> dict[str, torch.device]:
+    """Arguments of `new_group` that bind a group like `template` to `device`, the device of the
+    default group. {} for backends that take the device from the tensors that are sent.
+    """
+    # The default NCCL backend since torch 2.15. Without a device it takes one by LOCAL_RANK or by
+    # the rank, which may be another device than the user's.
+    bound = getattr(dist.distributed_c10d, "ProcessGroupNCCL2", None)
+    if device is None or bound is None:
+        return {}
+    with contextlib.suppress(RuntimeError):  # no backend for this type of device
+        if isinstance(template._get_backend(device), bound):
+            return {"device_id": device}
+    return {}
+
+
 @contextlib.contextmanager
-def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
-    """Context manager in which the default group is bound to no device.
+def _unbound(world: dist.ProcessGroup) -> Iterator[torch.device | None]:
+    """Context manager in which the default group is bound to no device. Gives the device to which
+    it was bound, None if to no device.
 
     From a bound default group (init_process_group with device_id) torch splits NCCL's communicator
     for a new group, and NCCL waits for all ranks instead of the members. Several threads may be
@@ -337,7 +354,7 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
             world.bound_device_id = None
             entry[1] += 1
     try:
-        yield
+        yield None if entry is None else entry[0]
     finally:
         with _lock:
             if entry is not None:
