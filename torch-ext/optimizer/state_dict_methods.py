@@ -17,6 +17,7 @@ from .params.config import MuonConfig
 from .params.dtensor import local_of
 from .params.errors import names_in
 from .params.own_process_groups import Choice
+from .params.units import Split, splits_by_param
 from .planning.plan import bucket_sort_key
 from .rules import rule as rules
 from .rules.muon import REST_KEY
@@ -165,7 +166,10 @@ class StateDictMethods(ForwardOverlapMethods):
         """`state` as the next step would begin from, after a live change of a group."""
         with create.outside_inference_mode():
             return create.with_missing_keys(
-                self.param_groups, self.state, self._options_by_group(), self._preparation.cuts
+                self.param_groups,
+                self.state,
+                self._options_by_group(),
+                self._preparation.state_splits,
             )
 
     def _completed(self) -> dict:
@@ -206,6 +210,11 @@ class StateDictMethods(ForwardOverlapMethods):
         """
         if not create.warn_inconsistent(self._is_torn):
             self._backward_overlap.raise_if_changed()
+
+    def _keep_state_splits(self, known: Mapping[torch.Tensor, Split] | None = None) -> None:
+        """Let `Preparation.state_splits` begin from the splits of the groups, or from `known`."""
+        splits = splits_by_param(self.param_groups, skips_wrong=True)
+        self._preparation.keep_state_splits({**splits, **(known or {})}, self.state)
 
     def _named(self) -> dict:
         """{parameter: name} of all groups."""
@@ -261,7 +270,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._drop_plans()
         self._preparation.forget_members()
         self._adopt_state()
-        self._preparation.keep_cuts(create.splits_by_param(self.param_groups), self.state)
+        self._keep_state_splits()
         self._why_unbound = "after load_state_dict(), which drops the plan"
 
     @waits_for_updates
@@ -288,7 +297,7 @@ class StateDictMethods(ForwardOverlapMethods):
             "_is_world": self._is_world,
             "_timing": self._timing,
             "_collects": self._collects,
-            "_cuts": self._preparation.cuts,
+            "_cuts": self._preparation.state_splits,
         }
 
     def __setstate__(self, state: dict) -> None:
@@ -297,7 +306,7 @@ class StateDictMethods(ForwardOverlapMethods):
         if "_itself" not in vars(self):
             self._start(state["_options"])
         rules.register_origins(state.pop("_rule_origins", {}))
-        cuts = state.pop("_cuts", {})
+        state_splits = state.pop("_cuts", {})
         super().__setstate__(state)
         if isinstance(self._options.process_group, str):
             group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
@@ -307,9 +316,8 @@ class StateDictMethods(ForwardOverlapMethods):
         self._live_keys.accept(self.param_groups)
         if "_options" in state:  # a copy: torch also calls this to load a state dict
             self._beta1.adopt(self.param_groups)
-            # Older pickles have no cuts: their state is taken for that of their groups
-            cuts = {**create.splits_by_param(self.param_groups), **cuts}
-            self._preparation.keep_cuts(cuts, self.state)
+            # Older pickles have none: their state is taken for that of their groups
+            self._keep_state_splits(state_splits)
         self._drop_plans()
         self._why_unbound = "in a copy, or after unpickling"
 

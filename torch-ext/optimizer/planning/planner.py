@@ -24,7 +24,7 @@ from ..newton_schulz.method import gain_side_by_side
 from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_placements
 from ..params.errors import names_in, names_of, warn_caller
 from ..params.layout import Layout, layout_of, ranks_of_group, row_chunks, this_rank
-from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable, splits_by_id
+from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable, splits_by_param
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT, UpdatedParams
 from ..rules.elementwise import averages_of, is_8bit
@@ -265,7 +265,7 @@ class Planner:
         exceeds `workspace_bytes`.
         """
         group = groups[0]
-        splits = list(map(splits_by_id(groups).get, map(id, params)))
+        splits = list(map(splits_by_param(groups).get, params))
         layouts = self._layouts(params, splits)
         rule = rule_of(group)
         stored_state = {s.key: self._layouts(params, splits, s.per) for s in rule.state}

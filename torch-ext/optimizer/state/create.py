@@ -9,7 +9,7 @@ step. `adopt_state` follows replaced parameters.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, is_placed_like, local_of, zeros_of
 from ..params.errors import warn_caller
 from ..params.layout import row_chunk, this_rank, zeros_with_placements
-from ..params.units import WHOLE, Split, splits_of
+from ..params.units import WHOLE, Split, splits_by_param, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
 from ..rules.decay import INITIAL_KEY
@@ -148,19 +148,12 @@ def is_readable(group: dict, dtype: torch.dtype) -> bool:
     return True
 
 
-def splits_by_param(groups: Iterable[dict]) -> dict[torch.Tensor, Split]:
-    """Return {parameter: how its group cuts it}, without groups with a wrong split."""
-    found = {}
-    for group in groups:
-        with contextlib.suppress(TypeError, ValueError):
-            found.update(zip(group["params"], splits_of(group)))
-    return found
-
-
-def cut_anew(before: dict, now: dict, state: dict) -> dict:
+def without_stale_numbers(
+    before: Mapping[torch.Tensor, Split], now: Mapping[torch.Tensor, Split], state: dict
+) -> dict[torch.Tensor, dict]:
     """Return {parameter: its state without numbers of whole matrices (`State.of_matrix`)}, of
-    parameters that are cut into other matrices now. `before`, `now`: {parameter: `Split`}. State at
-    the owners of matrices is left to its own checks.
+    parameters whose split differs between `before`, with which state was made, and `now`: the
+    numbers are of other matrices. State at the owners of matrices is left to its own checks.
     """
     keys, found = matrix_keys(), {}
     for param, split in before.items():
@@ -172,15 +165,20 @@ def cut_anew(before: dict, now: dict, state: dict) -> dict:
 
 
 def with_missing_keys(
-    groups: list[dict], state: dict, options: Sequence[MuonConfig], cuts: dict
+    groups: list[dict],
+    state: dict,
+    options: Sequence[MuonConfig],
+    state_splits: Mapping[torch.Tensor, Split],
 ) -> dict:
     """Return `state` with a completed copy of each parameter's state that lacks keys of its group,
     as after a live change of the group's rule or split: as the next step would create them.
     `state` itself stays unchanged, and parameters without state stay without; so do groups that are
-    not `is_readable`. `options`: of each group. `cuts`: {parameter: `Split` of its state}.
+    not `is_readable`. `options`: of each group. `state_splits`: `Preparation.state_splits`.
     """
-    cut = cut_anew(cuts, splits_by_param(groups), state) if cuts else {}
-    state = {**state, **cut} if cut else state
+    if state_splits:
+        now = splits_by_param(groups, skips_wrong=True)
+        changed = without_stale_numbers(state_splits, now, state)
+        state = {**state, **changed} if changed else state
     known, copies = set(all_state_keys()), {}
     for group, own in zip(groups, options):
         if not is_readable(group, own.state_dtype):

@@ -8,7 +8,7 @@ parameters, state or the form of gradients move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,10 @@ def make_plans(
     own: Sequence[MuonConfig],
     process_groups: ProcessGroups,
     alone: bool,
-    cuts: dict[torch.Tensor, Split],
+    state_splits: Mapping[torch.Tensor, Split],
 ) -> tuple[list[Plan], list[Callable[[], None]]]:
     """Plan all `parts`, check that all ranks have equal plans, and create or move state. `own`: the
-    options of each parameter group. `cuts`: `Preparation.cuts`.
+    options of each parameter group. `state_splits`: `Preparation.state_splits`.
 
     Return (plans, collective comparisons that `check_plans` leaves for the next step).
     Collective unless `alone`. Raises RuntimeError if ranks differ, or if state has another
@@ -62,16 +62,16 @@ def make_plans(
     planner.check_bucket_buffers()
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
     # remaining ranks wait in `check_plans`
-    cut = create.cut_anew(cuts, _cuts_of(plans), state)
-    create.check_held_state(plans, {**state, **cut}, options.state_dtype)
+    changed = create.without_stale_numbers(state_splits, _splits_of_plans(plans), state)
+    create.check_held_state(plans, {**state, **changed}, options.state_dtype)
     later = check_plans(plans, options, process_groups, state)
     # Only now: where ranks differ in a split, the user may restore the old one
-    state.update(cut)
+    state.update(changed)
     create.prepare_state(plans, state, options)
     return plans, later
 
 
-def _cuts_of(plans: Sequence[Plan]) -> dict[torch.Tensor, Split]:
+def _splits_of_plans(plans: Sequence[Plan]) -> dict[torch.Tensor, Split]:
     """Return {parameter: how it is cut into matrices} of plans."""
     return {p: plan.split(i) for plan in plans for i, p in enumerate(plan.params)}
 
@@ -98,9 +98,9 @@ class Preparation:
 
     `bound`: the bound step, without plans if nothing is bound. `process_groups`: of all plans.
     `world`: torch.distributed's default group at the last step. `fingerprint`: of the last
-    step; None if the next step has to look at everything. `cuts`: {parameter: `Split` that its
-    state was made with} of state with numbers of whole matrices. It outlives plans, which a load
-    drops.
+    step; None if the next step has to look at everything. `state_splits`: {parameter: `Split` with
+    which its state was made}, of state with numbers of whole matrices. Plans say it too, but a load
+    drops them.
     """
 
     def __init__(self, options: MuonConfig, place: StatePlace) -> None:
@@ -126,7 +126,7 @@ class Preparation:
         self._param_forms: list | None = None  # of all parameters in plans, at the last binding
         # Comparisons of gradients that `check_plans` left for the next step
         self._uncompared: list[Callable[[], None]] = []
-        self.cuts: dict[torch.Tensor, Split] = {}
+        self.state_splits: dict[torch.Tensor, Split] = {}
 
     def is_current(self, groups: Sequence[dict], state: dict, *more: object) -> bool:
         """Whether `bound` can step with the current gradients. Runs the collective comparisons left
@@ -177,9 +177,9 @@ class Preparation:
                 if hook is not None:
                     hook.before_state_moves(state)
                 self._plans[alone], later = make_plans(
-                    parts, state, compared, own, self.process_groups, alone, self.cuts
+                    parts, state, compared, own, self.process_groups, alone, self.state_splits
                 )
-                self.keep_cuts(_cuts_of(self._plans[alone]), state)
+                self.keep_state_splits(_splits_of_plans(self._plans[alone]), state)
                 self._uncompared += later
                 self._plan_keys[alone] = key
                 self._memory_key = self._param_forms = self.fingerprint = None
@@ -257,16 +257,16 @@ class Preparation:
         self._members = members if state else ()
 
     def _adopted(self, groups: list[dict], state: dict) -> list[list[torch.Tensor]]:
-        """`create.adopt_state`, of `cuts` too."""
-        create.adopt_state(self._members, groups, self.cuts)
+        """`create.adopt_state`, of `state_splits` too."""
+        create.adopt_state(self._members, groups, self.state_splits)
         return create.adopt_state(self._members, groups, state)
 
-    def keep_cuts(self, cuts: dict[torch.Tensor, Split], state: dict) -> None:
-        """Add to `cuts`; without parameters whose state has no number of a whole matrix."""
+    def keep_state_splits(self, splits: Mapping[torch.Tensor, Split], state: dict) -> None:
+        """Add to `state_splits`; without parameters whose state has no number of a whole matrix."""
         keys = matrix_keys()
-        self.cuts = {
+        self.state_splits = {
             param: split
-            for param, split in {**self.cuts, **cuts}.items()
+            for param, split in {**self.state_splits, **splits}.items()
             if not keys.isdisjoint(state.get(param, ()))
         }
 

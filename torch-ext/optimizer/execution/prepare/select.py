@@ -18,7 +18,7 @@ from ...params.config import MuonConfig
 from ...params.dtensor import is_dtensor
 from ...params.errors import name_in, warn_caller
 from ...params.layout import ranks_of_group
-from ...params.units import shapes_of, splits_by_id
+from ...params.units import shapes_of, splits_by_param
 from ...planning.plan import bucket_sort_key
 from ...rules.decay import form_of
 from ...rules.elementwise import DTYPE_KEY, elementwise_of
@@ -147,7 +147,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
     steps = None
     if group["use_muon"]:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
-    splits = list(map(splits_by_id(part.groups).get, map(id, part.params)))
+    splits = list(map(splits_by_param(part.groups).get, part.params))
     # A parameter that lost its dims since the constructor is refused by the planner
     shapes = {
         shape
