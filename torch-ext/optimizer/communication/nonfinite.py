@@ -22,7 +22,7 @@ from ..kernels.elementwise.nonfinite_check import NonfiniteCheck
 from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, raw_locals
-from ..params.errors import name_in, warn_caller
+from ..params.errors import first_few, name_in, warn_caller
 from ..params.layout import sharded_among
 from ..params.units import box_shape
 from ..pipeline import StepHook
@@ -235,11 +235,7 @@ class NonfiniteFlags(StepHook):
             for first, plan, number in self.flag_params
             if set_flags.intersection(range(first, first + math.prod(_flag_shape(plan, number))))
         ]
-        where = (
-            f"of {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-            if names
-            else "on another rank"
-        )
+        where = f"of {first_few(names, 5)}" if names else "on another rank"
         raise RuntimeError(
             f"NaN or Inf in the gradient {where}: no weight and no state has changed (nonfinite="
             "'raise'). Look for what caused it, or use nonfinite='skip'"

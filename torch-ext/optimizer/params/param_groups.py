@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .errors import shortened
+from .errors import first_few, shortened
 from .model.classification import MUON, NO_DECAY, OTHER, PARTS, Kind, classify
 from .model.fused_weights import Found, describe, find_split, matrix_count, split_of_attributes
 from .model.structure import Place, Structure
@@ -181,7 +181,7 @@ def get_default_muon_param_groups(
             )
         raise ValueError(
             f"{pattern} matches no trainable parameter of the model, whose names are "
-            f"{_some([row.name for row in rows])}: correct the pattern, or leave it out"
+            f"{first_few(row.name for row in rows)}: correct the pattern, or leave it out"
         )
     split_model = _find_splits(split_model, places, structure, split, named_of)
     rows = [row for row, _ in split_model]
@@ -255,7 +255,7 @@ def _find_splits(
         result.append((row, param))
     if refused:
         first = next(iter(refused.values()))
-        others = f" (parameters like it: {_some(list(refused))})" if len(refused) > 1 else ""
+        others = f" (parameters like it: {first_few(refused)})" if len(refused) > 1 else ""
         raise UnknownSplits(f"{first}{others}", tuple(refused))
     return result
 
@@ -433,15 +433,6 @@ def _named_split(
     if not row.use_muon:
         pattern.ignored = pattern.ignored or row
     return found
-
-
-def _some(names: list[str]) -> str:
-    """Up to three names and the number of all names, for a message."""
-    return (
-        ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
-        if names
-        else "none"
-    )
 
 
 def _split(

@@ -22,7 +22,7 @@ from ..params.checks.live_keys import warn_of_saved_arguments
 from ..params.checks.saved_function import has_function, with_function
 from ..params.config import ARGUMENTS, MuonConfig
 from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
-from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
+from ..params.errors import first_few, in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_by_param, splits_of
@@ -373,13 +373,12 @@ def _warn_of_missing_state(groups: list[dict], restored: dict) -> None:
     named = [entry for group in groups for entry in names_in(group).items()]
     lacking = [name for param, name in named if param.requires_grad and not restored.get(param)]
     if lacking:
-        first = shortened(", ".join(lacking[:3])) + ", ..." * (len(lacking) > 3)
-        text = (
-            f"no state was loaded for {len(lacking)} parameters ({first}), which begin anew: the "
-            "checkpoint has none, or, in the flattened form, the optimizer had none when it was "
-            "loaded; then call init_state() first, and load again"
+        warn_caller(
+            f"no state was loaded for {len(lacking)} parameters "
+            f"({first_few(lacking, says_count=False)}), which begin anew: the checkpoint has none, "
+            "or, in the flattened form, the optimizer had none when it was loaded; then call "
+            "init_state() first, and load again"
         )
-        warn_caller(text)
 
 
 def _saved_splits(saved: list[dict]) -> dict[int, Split]:
