@@ -33,7 +33,7 @@ from ..params.dtensor import (
     raw_locals,
 )
 from ..params.layout import this_rank, zeros_with_placements
-from ..params.param_groups import clean_name
+from ..params.model.names import clean_name
 from ..planning.plan import Matrix
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece

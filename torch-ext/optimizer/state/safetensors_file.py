@@ -23,7 +23,7 @@ from ..params.checks.group_keys import OPTIONAL_KEYS, TOLERATED
 from ..params.checks.saved_function import with_function, without_function
 from ..params.dtensor import is_dtensor
 from ..params.errors import given_names, in_group, shortened
-from ..params.param_groups import clean_names
+from ..params.model.names import clean_names
 from ..params.units import splits_of
 from ..params.validation import check_group
 from ..rules.muon import REST_KEY

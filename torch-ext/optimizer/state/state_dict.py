@@ -24,7 +24,7 @@ from ..params.config import ARGUMENTS, MuonConfig
 from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of, with_local
 from ..params.errors import first_few, in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
-from ..params.param_groups import clean_name
+from ..params.model.names import clean_name
 from ..params.units import WHOLE, Split, splits_by_param, splits_of
 from ..params.validation import check_numbers
 from ..rules.decay import INITIAL_KEY

@@ -21,7 +21,7 @@ from ...kernels.weights.split import joined, split
 from ...params.config import MuonConfig
 from ...params.dtensor import as_dtensor, is_dtensor, local_of
 from ...params.errors import names_in, shortened, warn_caller
-from ...params.param_groups import clean_name
+from ...params.model.names import clean_name
 from ...rules.muon import DRAWN_KEY, MASTER_KEY, REST_KEY, SEED_KEY, is_split, is_stochastic
 from ...rules.rule import rule_of, writes_weights
 
