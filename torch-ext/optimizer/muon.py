@@ -26,7 +26,7 @@ from .execution.offload.offload import state_place_for
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare.preparation import Preparation
-from .execution.prepare.step import BoundStep
+from .execution.prepare.step import BoundStep, StepSetup
 from .params import units, validation
 from .params.checks import group_keys, group_values, scheduled_values
 from .params.checks.live_keys import LiveKeys
@@ -354,8 +354,9 @@ class Muon(ReportMethods):
         `grad_scale` and `found_inf`. False: the scaler unscales, and skips `step` after Inf.
         """
         itself = self._itself()
-        own = itself._options_by_group()
-        return itself._unscaling.in_step(itself.param_groups, itself._options, own)
+        return itself._unscaling.in_step(
+            itself.param_groups, itself._options, itself._options_by_group()
+        )
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -551,16 +552,16 @@ class Muon(ReportMethods):
             return
         before = self._preparation.bound
         with create.outside_inference_mode():
-            self._preparation.prepare(
-                self.param_groups,
-                self.state,
-                self._options,
-                self._options_by_group(),
-                self._unscaling.resolve(self._options),
-                scaled,
-                self._collects,
-                self._forward_overlap if self._forward_overlap.on else None,
+            setup = StepSetup(
+                groups=self.param_groups,
+                options=self._options,
+                options_by_group=self._options_by_group(),
+                compared=self._unscaling.resolve(self._options),
+                scaled=scaled,
+                collects=self._collects,
+                overlap=self._forward_overlap if self._forward_overlap.on else None,
             )
+            self._preparation.prepare(setup, self.state)
         bound = self._preparation.bound
         if bound is not before:
             self._watch = None

@@ -110,14 +110,14 @@ class ReportMethods(StateDictMethods):
         """Plan without a step, and return the report of the plan. Arguments as in
         `predicted` and `ForecastPlanner`.
         """
-        options, own = self._options, self._options_by_group()
+        options, options_by_group = self._options, self._options_by_group()
 
         def planner() -> ForecastPlanner:
             """Return a planner with process groups that nobody else uses."""
             groups = ProcessGroups(dedicated=options.overlaps)
             return ForecastPlanner(options, groups, row_shards, **gpu)
 
-        plans = plans_of(planner, self.param_groups, options, own)
+        plans = plans_of(planner, self.param_groups, options, options_by_group)
         return predicted(plans, self.param_groups, options, rank, measured_bytes)
 
     @classmethod

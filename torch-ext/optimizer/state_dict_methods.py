@@ -77,8 +77,9 @@ class StateDictMethods(ForwardOverlapMethods):
         self._adopt_state()
         self._find_world()
         with create.outside_inference_mode():
-            own = self._options_by_group()
-            create.complete_state(self.param_groups, self.state, own, skips_wrong)
+            create.complete_state(
+                self.param_groups, self.state, self._options_by_group(), skips_wrong
+            )
         self._adopt_state()
 
     @waits_for_updates

@@ -303,17 +303,20 @@ class Unscaling:
         self._mixed = []  # result of `_mixed_placements`
         self._has_warned = False
 
-    def in_step(self, groups: list[dict], options: MuonConfig, own: Sequence[MuonConfig]) -> bool:
-        """Return whether `step` unscales gradients, and skips itself if a scaler found Inf. `own`:
-        the options of each group.
+    def in_step(
+        self, groups: list[dict], options: MuonConfig, options_by_group: Sequence[MuonConfig]
+    ) -> bool:
+        """Return whether `step` unscales gradients, and skips itself if a scaler found Inf.
 
         Warns once if missing gradients make the scaler of this rank compare over different ranks
         than the scalers of ranks with all gradients.
         """
-        inputs = _classification_inputs(groups, (options, *own))
+        inputs = _classification_inputs(groups, (options, *options_by_group))
         if self._seen is None or not _is_equal(inputs, self._seen):
             given = options.unscale_in_step
-            self.answer = scalers_may_differ(groups, own) if given is None else given
+            self.answer = given
+            if given is None:
+                self.answer = scalers_may_differ(groups, options_by_group)
             self._seen = inputs
             self._mixed = _mixed_placements(groups)
         self._has_warned = self._has_warned or any(map(_warn_if_unlike, self._mixed))
