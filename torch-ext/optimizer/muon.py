@@ -53,7 +53,7 @@ from .rules.muon import (
 )
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
-from .state import create
+from .state import checks, create
 
 NEVER_BOUND = "before the first step, nor after release()"
 
@@ -382,7 +382,7 @@ class Muon(ReportMethods):
         """
         itself = self._itself()
         if itself._half_way or itself._backward_overlap.failed:
-            raise create.inconsistent_error()
+            raise checks.inconsistent_error()
         with torch.enable_grad():
             loss = None if closure is None else closure()
         if itself._options.qk_clip is not None or qk_logits is not None:
@@ -515,8 +515,8 @@ class Muon(ReportMethods):
         are there; gradients must not change from then until `step`. Else, and before the first
         step, does nothing. Raises RuntimeError if buckets were already sent.
         """
-        if self._is_torn:
-            raise create.inconsistent_error()
+        if self._is_inconsistent:
+            raise checks.inconsistent_error()
         self._read_groups()
         as_bound = self._preparation.is_as_bound(self.param_groups, self.state)
         as_bound = as_bound and self._bound.collects == self._collects

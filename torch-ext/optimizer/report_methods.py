@@ -17,7 +17,7 @@ from .metrics.values import Metrics
 from .params.config import AssumedRanks
 from .params.layout import this_rank
 from .report import Report, report_of
-from .state import create
+from .state import checks
 from .state_dict_methods import StateDictMethods
 
 
@@ -30,7 +30,7 @@ class ReportMethods(StateDictMethods):
     def _has_sums(self) -> bool:
         """Whether `metrics` has values to return."""
         itself = self._itself()
-        return itself._bound.collects and not itself._is_torn
+        return itself._bound.collects and not itself._is_inconsistent
 
     @waits_for_updates
     def metrics(self, *, per_parameter: bool = False, local: bool = False) -> Metrics:
@@ -45,8 +45,8 @@ class ReportMethods(StateDictMethods):
         the last step failed half-way; and if buckets have started during backward.
         """
         self._backward_overlap.raise_if_started("metrics")
-        if self._is_torn:
-            raise create.inconsistent_error()
+        if self._is_inconsistent:
+            raise checks.inconsistent_error()
         bound = self._bound
         if not bound.collects:
             raise RuntimeError(

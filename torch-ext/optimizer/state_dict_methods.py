@@ -22,7 +22,7 @@ from .planning.plan import bucket_sort_key
 from .rules import rule as rules
 from .rules.muon import REST_KEY
 from .rules.rule import sharded_keys
-from .state import create
+from .state import checks, create
 from .state.consolidated import check_target, consolidate
 from .state.saved_forms import (
     called_by_checkpoint,
@@ -45,7 +45,7 @@ class StateDictMethods(ForwardOverlapMethods):
     """Base class: the methods that save, load, copy and pickle, on any layout."""
 
     @property
-    def _is_torn(self) -> bool:
+    def _is_inconsistent(self) -> bool:
         """Whether a step failed half-way: some weights and state are old, some new."""
         return self._half_way or self._backward_overlap.failed
 
@@ -140,7 +140,8 @@ class StateDictMethods(ForwardOverlapMethods):
         self._check_state()
         self._beta1.follow(self.param_groups)
         self._adopt_state()
-        creates = by_checkpoint and not (self._is_torn or self._backward_overlap.has_started)
+        is_begun = self._is_inconsistent or self._backward_overlap.has_started
+        creates = by_checkpoint and not is_begun
         if not self._owner_keeps_state:
             state = self._completed() if creates else self._with_missing_keys()
             if self._options.state_at_owners:
@@ -209,7 +210,7 @@ class StateDictMethods(ForwardOverlapMethods):
         """Before state is read: warn after a step that failed half-way, raise RuntimeError if
         gradients were changed after they were sent (overlap_backward).
         """
-        if not create.warn_inconsistent(self._is_torn):
+        if not checks.warn_inconsistent(self._is_inconsistent):
             self._backward_overlap.raise_if_changed()
 
     def _keep_state_splits(self, known: Mapping[torch.Tensor, Split] | None = None) -> None:
@@ -294,7 +295,7 @@ class StateDictMethods(ForwardOverlapMethods):
             "_rule_options": self._rule_options,
             "_rule_origins": rules.origins(self.param_groups),
             "_skipped": self._skipped,
-            "_half_way": self._is_torn,
+            "_half_way": self._is_inconsistent,
             "_is_world": self._is_world,
             "_timing": self._timing,
             "_collects": self._collects,

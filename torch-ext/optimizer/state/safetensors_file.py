@@ -64,7 +64,7 @@ def export_state(
     """
     path = _path_text(path)
     # A file outlives the warning that state_dict() gives, so this raises
-    if optimizer._is_torn:
+    if optimizer._is_inconsistent:
         raise RuntimeError(
             "the last step of this optimizer failed half-way, so that a file would hold some state "
             "of before it and some of after it: load a checkpoint (load_state_dict), then export"

@@ -23,7 +23,7 @@ from ...params.validation import check_changed_groups, device_of
 from ...pipeline import precompile_kernels
 from ...planning.planner import Plan, Planner, warn_of_idle
 from ...rules.rule import matrix_keys
-from ...state import create
+from ...state import checks, create
 from ..cuda_graphs import Graphs, release_before_groups
 from ..fingerprint import StepFingerprint, memory_key
 from .select import GroupParams, select_params
@@ -63,7 +63,7 @@ def make_plans(
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
     # remaining ranks wait in `check_plans`
     changed = create.without_stale_numbers(state_splits, _splits_of_plans(plans), state)
-    create.check_held_state(plans, {**state, **changed}, options.state_dtype)
+    checks.check_held_state(plans, {**state, **changed}, options.state_dtype)
     later = check_plans(plans, options, process_groups, state)
     # Only now: where ranks differ in a split, the user may restore the old one
     state.update(changed)
@@ -159,7 +159,7 @@ class Preparation:
         # Shared plans first: parameters that the process steps alone must not affect shared plans
         for alone in (False, True):
             parts, key = select_params(groups, options, setup.options_by_group, alone)
-            lost = create.is_state_missing(self._plans[alone], state, options.state_dtype)
+            lost = checks.is_state_missing(self._plans[alone], state, options.state_dtype)
             if key != self._plan_keys[alone] or lost:
                 if setup.overlap is not None:
                     setup.overlap.before_state_moves(state)
