@@ -192,6 +192,11 @@ class Planner:
         self.rank = this_rank()  # global rank
         self.loads: dict[frozenset[int], Counter] = {}  # see `make_plan`
         self.buckets: list[Bucket] = []  # of all groups so far, also of other ranks
+        # Of the parameters that are planned, by `_find_hardware`
+        self.device = torch.device("cpu")
+        self.architecture = ""  # key of kernels/launch/tables
+        self.rank_bytes = 0  # limit on the workspace of a rank
+        self.sends_once = False  # all-to-alls can send one copy to several ranks
 
     def plan(
         self,
