@@ -344,7 +344,7 @@ class Muon(ReportMethods):
         """
         validation.check_group(group, self._extra_keys, self._arguments())
         validation.check_across_params([group], [self._options], first)
-        validation.check_units(group, self._own_process_groups.last_options(self._options))
+        validation.check_with_options(group, self._own_process_groups.last_options(self._options))
         if group_values.is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])
 

@@ -144,7 +144,7 @@ def as_dtensor(
     )
 
 
-def placed_like(
+def as_shard_like(
     local: torch.Tensor, other: torch.Tensor, shape: Sequence[int]
 ) -> torch.Tensor:
     """`local` as the shard on this rank of a DTensor of global `shape` with mesh and placements of

@@ -197,7 +197,7 @@ class Layout:
                 behind += stop - first
         return tuple(slice(first, first + n) for first, n in zip(place, shape))
 
-    def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def shard_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A contiguous copy of the elements of `whole` (global shape) stored by `rank`."""
         parts = [whole[tuple(slice(*side) for side in box)] for box in self.boxes_of(rank)]
         if len(parts) > 1:
