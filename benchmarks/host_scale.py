@@ -249,7 +249,7 @@ def as_on_gpus(package: str) -> None:
     for name in ("kernels.launch.tile_config", "planning.planner"):
         part(package, name).architecture = lambda *_: "sm90"
     part(package, "params.config").MuonConfig.workspace_limit_bytes = lambda *_: 2 << 30
-    part(package, "communication.process_groups").ProcessGroups.send_once = lambda *_: True
+    part(package, "communication.process_groups").ProcessGroups.can_send_once = lambda *_: True
     part(package, "execution.bucket_updates").LaunchedUpdate.replay = lambda *_: None
     part(package, "execution.elementwise_updates").ElementwiseUpdate.step = lambda *_: None
     # State is neither written nor read: a GPU does both soon, and a CPU would take longer than for all that is measured

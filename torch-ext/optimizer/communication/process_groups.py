@@ -120,7 +120,7 @@ class ProcessGroups:
     def find_backends(
         self, params: list[torch.Tensor], process_group: dist.ProcessGroup | None
     ) -> None:
-        """Collect the backends of the existing groups of `params`, for `send_once`."""
+        """Collect the backends of the existing groups of `params`, for `can_send_once`."""
         groups = [*_default_and_given(process_group), *_meshes_groups(params)]
         self.backends = {dist.get_backend_config(group) for group in groups}
 
@@ -286,7 +286,7 @@ class ProcessGroups:
         with _lock:
             return _created.setdefault(dist.group.WORLD, {}).setdefault(key, [])
 
-    def send_once(self, device: torch.device) -> bool:
+    def can_send_once(self, device: torch.device) -> bool:
         """Return whether an all-to-all can send a part of the send buffer to several ranks: NCCL
         can, gloo cannot.
         """

@@ -178,7 +178,7 @@ class AllToAllBackends(Protocol):
     ) -> None:
         """Collect the backends of the existing groups of `params`."""
 
-    def send_once(self, device: torch.device) -> bool:
+    def can_send_once(self, device: torch.device) -> bool:
         """Whether an all-to-all can send a part of the send buffer to several ranks."""
 
 
@@ -249,7 +249,7 @@ class Planner:
         # Imports Triton in a thread, while ranks compare plans
         precompile.preload_compiler(self.device)
         self.process_groups.find_backends(params, process_group)
-        self.sends_once = self.process_groups.send_once(self.device)
+        self.sends_once = self.process_groups.can_send_once(self.device)
 
     def _cost_model(self, group: dict) -> CostModel:
         """Return the cost model of a Muon group on the device."""
@@ -305,12 +305,12 @@ class Planner:
         part_of = partial(rank_plan_of, layouts=sent, state_layouts=of_state, inputs=inputs)
         rank_plans = self._rank_plans(buckets, part_of)
         return Plan(
-            tuple(groups),
-            params,
-            layouts,
-            stored_state,
-            rank_plans,
-            on_several_ranks(buckets, layouts),
+            groups=tuple(groups),
+            params=params,
+            layouts=layouts,
+            state_layouts=stored_state,
+            rank_plans=rank_plans,
+            on_several_ranks=on_several_ranks(buckets, layouts),
             cost_model_key=cost_model.key,
             state_rows=self._state_rows(buckets, params),
             matrix_owners=self._matrix_owners(buckets, layouts) if rule.state else None,
@@ -325,15 +325,16 @@ class Planner:
         """Return the `PlanInputs` of a Muon group with `rule`."""
         products = method.products_dtype(self.options.ns_dtype, self.device)
         scattered = partial(method.supports_scattered_rows, steps=cost_model.steps)
+        weight_bytes = weight_dtype(rule, self.options.wire_dtype).itemsize
         return PlanInputs(
-            self.options.wire_dtype.itemsize,
-            {s.key: s.per for s in rule.state},
-            tuple(rule.sends.items()),
-            weight_dtype(rule, self.options.wire_dtype).itemsize if rule.reads_weight else 0,
-            self.sends_once,
-            partial(method.scratch_bytes, steps=cost_model.steps, dtype=products),
-            scattered if rule.takes_scattered_rows else None,
-            gain_side_by_side,
+            element=self.options.wire_dtype.itemsize,
+            state={s.key: s.per for s in rule.state},
+            sends=tuple(rule.sends.items()),
+            weight=weight_bytes if rule.reads_weight else 0,
+            once=self.sends_once,
+            scratch=partial(method.scratch_bytes, steps=cost_model.steps, dtype=products),
+            supports_scattered_rows=scattered if rule.takes_scattered_rows else None,
+            side_by_side=gain_side_by_side,
             # With overlap_backward every bucket has a buffer of its own: extra bytes count for each
             rank_bytes=None if self.options.overlap_backward else rank_bytes,
             state_at_owners=self.options.state_at_owners,
@@ -390,12 +391,12 @@ class Planner:
     def _elementwise(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
         """Return the plan of AdamW parameters without buckets: every rank steps what is stored."""
         return Plan(
-            (group,),
-            params,
-            self._layouts(params, [WHOLE] * len(params)),
-            {},
-            None,
-            frozenset(range(len(params))),
+            groups=(group,),
+            params=params,
+            layouts=self._layouts(params, [WHOLE] * len(params)),
+            state_layouts={},
+            rank_plans=None,
+            on_several_ranks=frozenset(range(len(params))),
             mismatched=mismatched_placements(params),
             process_group=self.options.process_group,
         )
@@ -413,16 +414,15 @@ class Planner:
         # blocks for 65 columns, less than a byte each
         averages = averages_of(groups[group_of[0]], params[0])
         state_dtype = state_device_and_dtype(averages[0], params[0], dtype)[1]
+        # Split weights are sent as fp32 weights, joined from both halves
+        splits_weights = is_split(groups[group_of[0]], params[0])
         inputs = ChunkPlanInputs(
-            gradient_dtype(params[0]).itemsize,
-            # Split weights are sent as fp32 weights, joined from both halves
-            (
-                torch.float32 if is_split(groups[group_of[0]], params[0]) else params[0].dtype
-            ).itemsize,
-            state_dtype.itemsize,
-            self.sends_once,
-            self.options.grads_are_reduced,
-            len(averages),
+            gradient=gradient_dtype(params[0]).itemsize,
+            weight=(torch.float32 if splits_weights else params[0].dtype).itemsize,
+            state=state_dtype.itemsize,
+            once=self.sends_once,
+            reduced=self.options.grads_are_reduced,
+            averages=len(averages),
         )
         latency = latency_bytes(self.architecture)
         if self.options.overlap_backward:
@@ -437,12 +437,12 @@ class Planner:
             buckets, lambda bucket, rank: chunk_rank_plan(bucket, shapes, rank, inputs)
         )
         return Plan(
-            tuple(groups),
-            list(params),
-            layouts,
-            {},
-            rank_plans,
-            frozenset(range(len(params))),
+            groups=tuple(groups),
+            params=list(params),
+            layouts=layouts,
+            state_layouts={},
+            rank_plans=rank_plans,
+            on_several_ranks=frozenset(range(len(params))),
             in_chunks=True,
             state_rows=state_rows,
             group_of=tuple(group_of),
