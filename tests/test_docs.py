@@ -218,18 +218,36 @@ def test_the_argument_table_is_complete_and_right(optimizer, part):
     expected = {p.name: p.default for p in arguments if p.name not in ("self", "params", "options")}
     expected |= {f.name: f.default for f in dataclasses.fields(part("muon").MuonConfig)}
     expected |= {"beta2": inspect.signature(optimizer.NorMuon.__init__).parameters["beta2"].default}
-    said = {name: cells[0].strip("`") for name, cells in table("README.md", "## Arguments").items() if name != "params"}
+    rows = table("docs/reference.md", "## Arguments")
+    said = {name: cells[0].strip("`") for name, cells in rows.items() if name != "params"}
     assert said == {name: repr(default).replace("'", '"') for name, default in expected.items()}
 
 
 def test_the_table_of_group_keys_is_complete(part):
-    assert set(table("README.md", "### Keys of a group")) == part("params.checks.group_keys").GROUP_KEYS | {"beta2"}
+    known = part("params.checks.group_keys").GROUP_KEYS | {"beta2"}
+    assert set(table("docs/reference.md", "## Keys of a group")) == known
 
 
 def test_keys_that_are_let_through_are_listed(part):
-    said = re.search(r"\n\n([^|]*)are let through without effect", text_of("README.md"))[1]
+    said = re.search(r"\n\n([^|]*)are let through without effect", text_of("docs/reference.md"))[1]
     names = {name.partition("=")[0] for name in re.findall(r"`([^`]+)`", said)}
     assert names == part("params.checks.group_keys").TOLERATED
+
+
+def test_the_reference_has_all_names(optimizer):
+    def names(heading: str) -> set[str]:
+        return {name for cell in table("docs/reference.md", heading) for name in re.findall(r"\w+", cell)}
+
+    assert names("## Functions and classes") == set(optimizer.__all__)
+    public = {name for name in dir(optimizer.Muon) if name[0] != "_"} - set(dir(torch.optim.Optimizer))
+    assert names("## Methods and attributes of the optimizer") == public
+
+
+def test_the_list_of_documents_is_complete():
+    """Pages are named in the first cells of the tables."""
+    cells = re.findall(r"^\| (\[.*?) \|", text_of("docs/README.md"), re.MULTILINE)
+    listed = [name for cell in cells for _, name in LINK.findall(cell)]
+    assert sorted([*listed, "README.md"]) == sorted(p.name for p in (ROOT / "docs").glob("*.md"))
 
 
 def test_ranks_compare_as_many_numbers_as_is_said(part):

@@ -177,6 +177,20 @@ def test_raise_changes_nothing_and_names_the_parameter(name, device):
     assert not torch.equal(params[1], before[0][1])
 
 
+@pytest.mark.parametrize("count, clipped", [(1, False), (6, True)])
+def test_raise_points_at_clipping_where_many_gradients_are_broken(count, clipped):
+    """clip_grad_norm_ multiplies all gradients by a norm of NaN, so that the names do not lead to the cause."""
+    params = [nn.Parameter(torch.randn(4, 3)) for _ in range(6)]
+    optimizer = package().Muon(params, nonfinite="raise")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for param in params[:count]:
+        param.grad[0, 0] = math.nan
+    with pytest.raises(RuntimeError, match="Look for what caused it") as raised:
+        optimizer.step()
+    assert ("before gradients are clipped, which spreads it to all" in str(raised.value)) == clipped
+
+
 def test_a_mode_that_is_not_allowed():
     with pytest.raises(ValueError, match="nonfinite='ignore' is not allowed: it must be one of"):
         package().Muon(weights([(4, 4)]), nonfinite="ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 
 import pytest
@@ -636,3 +637,29 @@ def lost(rank, world):
 
 def test_state_that_is_lost_is_not_taken_for_zeros(optimizer):
     assert all(run_threads(2, lost))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_garbage_is_not_collected_while_a_step_is_prepared(before, monkeypatch, optimizer):
+    """Also after an error the collector is as it was."""
+    seen, module = [], part("execution.prepare.preparation")
+    make_plans = module.make_plans
+
+    def planned(*arguments):
+        seen.append(gc.isenabled())
+        if len(seen) == 1:
+            raise RuntimeError("no plan")
+        return make_plans(*arguments)
+
+    monkeypatch.setattr(module, "make_plans", planned)
+    params = [nn.Parameter(f) for f in wholes()]
+    built, was_on = build(params), gc.isenabled()
+    try:
+        (gc.enable if before else gc.disable)()
+        with pytest.raises(RuntimeError, match="no plan"):
+            step(built, params, 0)
+        assert gc.isenabled() is before
+        step(built, params, 0)
+        assert gc.isenabled() is before and len(seen) > 1 and not any(seen)
+    finally:
+        (gc.enable if was_on else gc.disable)()

@@ -25,6 +25,7 @@ from .execution.cuda_graphs import check_environment, on_device
 from .execution.offload.offload import state_place_for
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
+from .execution.prepare.garbage import collection_paused
 from .execution.prepare.preparation import Preparation
 from .execution.prepare.step import BoundStep, StepSetup
 from .params import units, validation
@@ -551,7 +552,7 @@ class Muon(ReportMethods):
         if self._preparation.is_current(self.param_groups, self.state, scaled, self._collects):
             return
         before = self._preparation.bound
-        with create.outside_inference_mode():
+        with create.outside_inference_mode(), collection_paused():
             setup = StepSetup(
                 groups=self.param_groups,
                 options=self._options,

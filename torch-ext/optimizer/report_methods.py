@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from .communication.process_groups import ProcessGroups
 from .execution.overlap.forward import waits_for_updates
+from .execution.prepare.garbage import collection_paused
 from .memory.forecast import ForecastPlanner, copied_groups, forecast_arguments, plans_of
 from .memory.measured import measured
 from .memory.predicted import predicted
@@ -117,8 +118,9 @@ class ReportMethods(StateDictMethods):
             groups = ProcessGroups(dedicated=options.overlaps)
             return ForecastPlanner(options, groups, row_shards, **gpu)
 
-        plans = plans_of(planner, self.param_groups, options, options_by_group)
-        return predicted(plans, self.param_groups, options, rank, measured_bytes)
+        with collection_paused():
+            plans = plans_of(planner, self.param_groups, options, options_by_group)
+            return predicted(plans, self.param_groups, options, rank, measured_bytes)
 
     @classmethod
     def memory_forecast(

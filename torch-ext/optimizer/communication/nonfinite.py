@@ -236,9 +236,11 @@ class NonfiniteFlags(StepHook):
             if set_flags.intersection(range(first, first + math.prod(_flag_shape(plan, number))))
         ]
         where = f"of {first_few(names, 5)}" if names else "on another rank"
+        # clip_grad_norm_ multiplies all gradients by a norm of NaN, so the names say nothing
+        clipped = " before gradients are clipped, which spreads it to all" if len(names) > 5 else ""
         raise RuntimeError(
             f"NaN or Inf in the gradient {where}: no weight and no state has changed (nonfinite="
-            "'raise'). Look for what caused it, or use nonfinite='skip'"
+            f"'raise'). Look for what caused it{clipped}, or use nonfinite='skip'"
         )
 
 

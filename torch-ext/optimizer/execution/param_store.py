@@ -232,7 +232,9 @@ class Store:
 
     def weights(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Views of the weights: (rows, columns) of each piece; of a chunk, (rows, ...)."""
-        return [self._view(local_of(self.params[p.matrix.param]), p) for p in pieces]
+        # A stack of experts has many pieces
+        local = functools.cache(lambda number: local_of(self.params[number]))
+        return [self._view(local(p.matrix.param), p) for p in pieces]
 
     def states(self, pieces: Sequence[Piece], key: str | None = None) -> list[torch.Tensor]:
         """Views of state `key` of each piece, (rows, columns); of a chunk, (rows, ...). `key` None:
@@ -242,12 +244,16 @@ class Store:
         """
         if key is None and self.matrix_owners is not None:
             return list(map(self._state, pieces))
-        locals_ = [local_of(self.state[self.params[p.matrix.param]][key or p.kind]) for p in pieces]
-        first_rows = [p.matrix.at[0] if p.kind == "chunk" else None for p in pieces]
-        return [
-            self._view(s, p) if first is None else s[first : first + p.shape[0]]
-            for s, p, first in zip(locals_, pieces, first_rows)
-        ]
+        local = functools.cache(lambda number, key: local_of(self.state[self.params[number]][key]))
+        found = []
+        for piece in pieces:
+            state = local(piece.matrix.param, key or piece.kind)
+            if piece.kind == "chunk":
+                first = piece.matrix.at[0]
+                found.append(state[first : first + piece.shape[0]])
+            else:
+                found.append(self._view(state, piece))
+        return found
 
     def _state(self, piece: Piece) -> torch.Tensor:
         """View of the state of a piece, stored by the owner or placed like the parameter."""

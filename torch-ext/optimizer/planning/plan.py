@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .bucketing import OVERLAP_BUCKETS, by_cost, cut, in_equal_buckets, rounds_of
 from .cost_model import BucketTimes, CostModel
@@ -44,13 +44,12 @@ Cost = Callable[[int, int], int]  # (rows, cols) -> work; a CostModel, or any fu
 OWNER_STATE_ROUTES = "own", "reduce"
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A matrix to orthogonalize, `rows` x `cols`: one unit (params/units.py) of the (R, C) at
     leading index `at` of a parameter.
 
     In a bucket of chunks (`plan_chunks`): `rows` rows of every owner's part of a parameter, from
-    row `at[0]` of the part on.
+    row `at[0]` of the part on. A tuple, since plans hash each matrix many times.
     """
 
     param: int  # index of the parameter in the group's plan
@@ -349,18 +348,23 @@ def _families(
     layouts: Sequence[Layout], of_state: Sequence[Sequence[Layout]], plain: str
 ) -> dict[Family, list[Matrix]]:
     """Return (route, ranks) -> matrices with pieces on the ranks, in order of parameters."""
-    families = defaultdict(list)
-    # Thousands of parameters share a handful of layouts, whose boxes grow with the ranks
-    routes_of: dict[int, list] = {}  # id of a layout -> result of `_routes`
+    families: dict[Family, list[Matrix]] = {}
+    # Thousands of parameters share a handful of layouts, whose boxes grow with the ranks. id of a
+    # layout -> [(box of leading indices, [(unit, matrices of the unit's family)])]
+    targets_of: dict[int, list] = {}
     for param, layout in enumerate(layouts):
-        if id(layout) not in routes_of:
-            routes_of[id(layout)] = _routes(layout, [some[param] for some in of_state], plain)
-        for lead, of_units in routes_of[id(layout)]:
+        if id(layout) not in targets_of:
+            # A family is looked up once: the hash of a tuple of thousands of ranks is slow
+            targets_of[id(layout)] = [
+                (lead, [(unit, families.setdefault(family, [])) for unit, family in of_units])
+                for lead, of_units in _routes(layout, [some[param] for some in of_state], plain)
+            ]
+        for lead, targets in targets_of[id(layout)]:
             every_at = itertools.product(*(range(a, b) for a, b in lead))
-            for at, (unit, family) in itertools.product(every_at, of_units):
+            for at, (unit, matrices) in itertools.product(every_at, targets):
                 shape, selected = layout.unit_shapes[unit], layout.selected_shapes[unit]
-                families[family].append(Matrix(param, at, *shape, unit, selected))
-    return dict(families)
+                matrices.append(Matrix(param, at, *shape, unit, selected))
+    return families
 
 
 def _routes(
@@ -436,7 +440,12 @@ def _assign(
     owner_of: dict[Matrix, int] = {}
     worlds = defaultdict(list)  # world -> ((param, at, unit), allowed ranks, work, matrices)
     distinct = {id(layout): layout for layout in layouts}
-    world_of = {key: frozenset(layout.boxes) for key, layout in distinct.items()}
+    # One object for each set: a dict compares equal sets of thousands of ranks, one by one
+    same: dict[frozenset[int], frozenset[int]] = {}
+    world_of = {
+        key: same.setdefault(frozenset(layout.boxes), frozenset(layout.boxes))
+        for key, layout in distinct.items()
+    }
     for (route, ranks), matrices in families.items():
         # The matrices of a parameter are consecutive in a family, as groupby needs
         for _, found in itertools.groupby(

@@ -18,7 +18,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .memory_model import ALIGNMENT, ChunkPlanInputs, PlanInputs, sent_kind, split_workspace
 from .plan import OWNER_STATE_ROUTES, Bucket, Matrix
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 Box = tuple[tuple[int, int], tuple[int, int]]  # ((first row, end), (first column, end))
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A box of a matrix: stored at rank `stored_at`, orthogonalized at rank `owner`."""
+class Piece(NamedTuple):
+    """A box of a matrix: stored at rank `stored_at`, orthogonalized at rank `owner`. A tuple, since
+    plans hash each piece many times.
+    """
 
     # "matrix": box of the matrix; a state key: box of the matrix' state; "weight": box of the
     # weight, on the way to the owner; "sent:NAME": numbers on the way from the owner; "chunk": rows
@@ -270,7 +271,7 @@ def _wide_pieces(
     ]
     weights = []
     if inputs.weight:
-        weights = [replace(p, kind="weight") for p in of_matrices if p.is_source]
+        weights = [p._replace(kind="weight") for p in of_matrices if p.is_source]
     if bucket.route in OWNER_STATE_ROUTES:
         # The owner stores state, and every rank all weights: both are in no all-to-all
         state, weights = (
@@ -461,7 +462,7 @@ def sent_piece(p: Piece, name: str, per: str) -> Piece:
     """Return the piece of the number `name` that belongs to the piece `p` of a matrix."""
     rows, columns = p.box
     box = rows if per == "row" else (0, 1), columns if per == "column" else (0, 1)
-    return replace(p, kind=sent_kind(name), box=box)
+    return p._replace(kind=sent_kind(name), box=box)
 
 
 def is_sent(p: Piece) -> bool:

@@ -232,5 +232,5 @@ def _cut_along(axis: int, piece: Piece, first: int, stop: int, count: int) -> Cu
     place[axis] = slice(first, stop)
     box[axis] = box[axis][0] + first, box[axis][0] + stop
     start[axis] += first
-    part = replace(piece, box=tuple(box), start=tuple(start))
+    part = piece._replace(box=tuple(box), start=tuple(start))
     return Cut(piece, part, tuple(place))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -310,7 +310,7 @@ def _view(plan: Plan, local: torch.Tensor, piece: Piece) -> torch.Tensor:
     if selected is not None and selected[number].at_source:
         # The piece to send is a part of the stored piece, and state lies at the stored piece
         rows, columns = selected[number].whole_shape(rank, piece.matrix.unit, piece.start)
-        piece = replace(piece, box=((0, rows), (0, columns)))
+        piece = piece._replace(box=((0, rows), (0, columns)))
     lead = zip(piece.matrix.at, layout.boxes[rank])
     matrix = plan.split(number).matrices(local)[tuple(i - start for i, (start, _) in lead)]
     return matrix[layout.place_of(rank, piece.start, piece.shape)]
