@@ -182,19 +182,23 @@ def placed(kind: str, ranks: int, group: int):
     return place
 
 
-def shard(model, place, box_at) -> None:
+def part(package: str, name: str):
+    """A module of the package."""
+    return importlib.import_module(f"{package}.{name}")
+
+
+def shard(model, place, package: str) -> None:
     """Replace every parameter by a DTensor of this rank's shard, without memory until it is written."""
     import torch
     from torch import nn
-    from torch.distributed.tensor import DTensor
 
+    box_at, as_dtensor = part(package, "params.layout").box_at, part(package, "params.dtensor").as_dtensor
     for prefix, module in model.named_modules():
         for name, param in [entry for entry in module._parameters.items() if entry[1] is not None]:
             mesh, placements = place(f"{prefix}.{name}", param)
             box = box_at(mesh.get_coordinate(), tuple(param.shape), placements, tuple(mesh.shape))
-            weight, gradient = (DTensor.from_local(
-                torch.empty([stop - start for start, stop in box]), mesh, placements, run_check=False,
-                shape=param.shape, stride=param.stride()) for _ in range(2))
+            weight, gradient = (as_dtensor(torch.empty([stop - start for start, stop in box]), param.shape, mesh,
+                                           placements, param.stride()) for _ in range(2))
             module._parameters[name] = nn.Parameter(weight)
             module._parameters[name].grad = gradient
 
@@ -242,14 +246,12 @@ def as_on_gpus(package: str) -> None:
     """Plan for H200s with NCCL, bind kernels as on a GPU, and launch none."""
     import torch
 
-    def part(name):
-        return importlib.import_module(f"{package}.{name}")
-
-    part("kernels.launch.tile_config").architecture = part("planning.planner").architecture = lambda *_: "sm90"
-    part("params.config").MuonConfig.workspace_limit_bytes = lambda *_: 2 << 30
-    part("communication.process_groups").ProcessGroups.send_once = lambda *_: True
-    part("execution.bucket_updates").LaunchedUpdate.replay = lambda *_: None
-    part("execution.elementwise_updates").ElementwiseUpdate.step = lambda *_: None
+    for name in ("kernels.launch.tile_config", "planning.planner"):
+        part(package, name).architecture = lambda *_: "sm90"
+    part(package, "params.config").MuonConfig.workspace_limit_bytes = lambda *_: 2 << 30
+    part(package, "communication.process_groups").ProcessGroups.can_send_once = lambda *_: True
+    part(package, "execution.bucket_updates").LaunchedUpdate.replay = lambda *_: None
+    part(package, "execution.elementwise_updates").ElementwiseUpdate.step = lambda *_: None
     # State is neither written nor read: a GPU does both soon, and a CPU would take longer than for all that is measured
     zeros, cast, norm = torch.zeros_like, torch.Tensor.to, torch.linalg.vector_norm
 
@@ -278,7 +280,6 @@ def measure(options) -> None:
     torch.set_num_threads(1)
     optimizer = get_kernel("org/optimizer", version=1)
     as_on_gpus(optimizer.__name__)
-    box_at = importlib.import_module(f"{optimizer.__name__}.params.layout").box_at
     (name,), (kind,), (ranks,) = options.models, options.meshes, options.ranks
     config = MODELS[name] | ({"layers": options.layers} if options.layers else {})
     count = config.get("experts", (0,))[0]
@@ -286,7 +287,7 @@ def measure(options) -> None:
     here = every if kind != "ep" else range(count // options.group)
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     model = shaped(config, here)
-    shard(model, placed(kind, ranks, options.group), box_at)
+    shard(model, placed(kind, ranks, options.group), optimizer.__name__)
     params = list(model.parameters())
     counted = Counted(dist)
     row = {"commit": options.commit, "torch": torch.__version__, "model": name, "layers": config["layers"],
@@ -322,7 +323,6 @@ def call_all(optimizer, model, config, options, row, call) -> None:
     import torch
     from torch import nn
     from torch.distributed.checkpoint import state_dict as dsd
-    from torch.distributed.tensor import DTensor
 
     groups = call("groups", lambda: optimizer.get_default_muon_param_groups(model))
     opt = call("construct", lambda: optimizer.Muon(groups, lr=1e-3))
@@ -347,8 +347,8 @@ def call_all(optimizer, model, config, options, row, call) -> None:
     call("dcp_set", partial(dsd.set_optimizer_state_dict, model, opt, held))
     del held
     like = next(p for group in opt.param_groups if group["use_muon"] for p in group["params"] if p.ndim == 2)
-    new = nn.Parameter(DTensor.from_local(like._local_tensor.clone(), like.device_mesh, like.placements,
-                                          run_check=False, shape=like.shape, stride=like.stride()))
+    with_local = part(optimizer.__name__, "params.dtensor").with_local
+    new = nn.Parameter(with_local(like, like._local_tensor.clone()))
     call("add_param_group", partial(opt.add_param_group, {"params": [("new", new)]}))
     for param in model["model"]["layers"][0].parameters():
         param.requires_grad_(False)

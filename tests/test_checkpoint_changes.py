@@ -27,7 +27,7 @@ OPTIONS = pytest.mark.parametrize("options", [NESTED, FLAT], ids=["nested", "fla
 
 
 def clean(name):
-    return part("params.param_groups").clean_name(name)
+    return part("params.model.names").clean_name(name)
 
 
 # wrappers --------------------------------------------------------------------------------------------------------

@@ -486,6 +486,8 @@ def test_a_flattened_state_dict_is_refused():
         package().convert_state_dict({})
     with pytest.raises(ValueError, match="without flatten_optimizer_state_dict"):
         package().convert_state_dict({"state.a.momentum": torch.zeros(2)})
+    with pytest.raises(ValueError, match="this is a NoneType: "):
+        package().convert_state_dict(None)
 
 
 @pytest.mark.parametrize("source", ["Motif", "Dion", "Dion's NorMuon"])

@@ -356,7 +356,7 @@ def test_a_replaced_parameter_keeps_the_split_of_its_radius(optimizer):
     new = nn.Parameter(weight.detach().clone())
     muon.param_groups[0].update(params=[new], split=THIRDS)
     assert keeps_norms(new, muon, THIRDS)
-    assert list(muon._preparation.cuts) == [new]  # nothing holds the old weight
+    assert list(muon._preparation.state_splits) == [new]  # nothing holds the old weight
 
 
 def of_ranks_with_other_splits(rank, world):

@@ -120,8 +120,9 @@ def test_a_process_alone(optimizer):
     assert list(beside_new_plans(*two, {}, 0)) == [(True, 0)] * 2
 
 
-LAYOUTS = pytest.mark.parametrize("function, options", [*((of_copies, options) for options in PLAIN),
-                                                        *((of_shards, options) for options in SHARDED)], ids=str)
+LAYOUTS = pytest.mark.parametrize(
+    "function, options", [*((of_copies, options) for options in PLAIN), *((of_shards, options) for options in SHARDED)],
+    ids=lambda value: getattr(value, "__name__", None) or str(value))
 
 
 @LAYOUTS

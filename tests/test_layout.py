@@ -168,7 +168,7 @@ def interleaved_on_rank(rank, world, mesh_shape, placements, shape):
     for holder in ours.replicas[0]:
         for box in ours.boxes_of(holder):
             count[tuple(slice(*side) for side in box)] += 1
-    same = torch.equal(ours.cut(full, rank), tensor.to_local()) and torch.equal(tensor.full_tensor(), full)
+    same = torch.equal(ours.shard_of(full, rank), tensor.to_local()) and torch.equal(tensor.full_tensor(), full)
     placed = part("communication.redistribute").place_like(full, tensor)
     return same and torch.equal(placed.to_local(), tensor.to_local()), bool((count == 1).all()), ours.digest
 

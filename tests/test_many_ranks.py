@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import everywhere, package, part
@@ -33,13 +33,12 @@ def job(*sizes, rank=0):
 
 def matrices(mesh, shapes, *placements):
     """Named DTensors of this rank's shards."""
-    box_at = part("params.layout").box_at
+    box_at, as_dtensor = part("params.layout").box_at, part("params.dtensor").as_dtensor
     found = []
     for number, shape in enumerate(shapes):
         box = box_at(mesh.get_coordinate(), shape, placements, tuple(mesh.shape))
         local = torch.zeros([stop - start for start, stop in box])
-        found.append((f"m{number}", nn.Parameter(DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)))))
+        found.append((f"m{number}", nn.Parameter(as_dtensor(local, shape, mesh, placements))))
     return found
 
 

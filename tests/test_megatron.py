@@ -328,7 +328,7 @@ def views(rank, world):
         assert view.shape == whole.shape and view.requires_grad and view.is_leaf
         # torch 2.11 cannot gather every _StridedShard
         layout = part("params.layout").layout_of(view)
-        assert torch.equal(layout.cut(whole, rank), local)
+        assert torch.equal(layout.shard_of(whole, rank), local)
         local.data = local.data + 1
         assert view.to_local().data_ptr() == local.data_ptr()
     for dims, parts in (((2,), 1), ((0, 1), 1), ((None,), 2), ((0,), 5), ((0,), 0)):

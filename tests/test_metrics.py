@@ -324,7 +324,7 @@ def test_ranks_read_the_elements_that_one_process_reads(shape, way, part, monkey
 
     def read(layout, rank):
         """The numbers that a rank reads, from its local tensor."""
-        local, regions = layout.cut(numbers, rank).flatten(), sampled(layout, rank)
+        local, regions = layout.shard_of(numbers, rank).flatten(), sampled(layout, rank)
         found = [local[region.indices()] for region in regions]
         assert [region.count() for region in regions] == list(map(len, found))
         assert all(len(some) <= region.slots for some, region in zip(found, regions))

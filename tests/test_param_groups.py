@@ -283,7 +283,7 @@ def test_a_module_of_the_model_may_be_called_module():
     ("a.module.b", "a.module.b"), ("module", "module"), ("weight", "weight"),
     ("_fsdp_wrapped_module.a._fsdp_wrapped_module.b", "a.b")])
 def test_clean_name(name, expected, optimizer):
-    assert part("params.param_groups").clean_name(name) == expected
+    assert part("params.model.names").clean_name(name) == expected
 
 
 # report ----------------------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def two_threads(rank, world):
     """
     groups = [dist.new_group(list(range(world))) for _ in "12"]
     fulls = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
-    before, here, came = part("communication.plan_check")._reuse_idle_group, threading.local(), {}
+    before, here, came = part("communication.process_groups").ProcessGroups.reuse_idle, threading.local(), {}
 
     def take_idle(*args):
         before(*args)
@@ -287,7 +287,7 @@ def two_threads(rank, world):
             came[number] = repr(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("communication.plan_check"), "_reuse_idle_group", take_idle)
+        patch.setattr(part("communication.process_groups").ProcessGroups, "reuse_idle", take_idle)
         threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in (0, 1)]
         for thread in threads:
             thread.start()

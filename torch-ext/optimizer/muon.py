@@ -27,7 +27,7 @@ from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare.garbage import collection_paused
 from .execution.prepare.preparation import Preparation
-from .execution.prepare.step import BoundStep
+from .execution.prepare.step import BoundStep, StepSetup
 from .params import units, validation
 from .params.checks import group_keys, group_values, scheduled_values
 from .params.checks.live_keys import LiveKeys
@@ -54,7 +54,7 @@ from .rules.muon import (
 )
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
-from .state import create
+from .state import checks, create
 
 NEVER_BOUND = "before the first step, nor after release()"
 
@@ -345,7 +345,7 @@ class Muon(ReportMethods):
         """
         validation.check_group(group, self._extra_keys, self._arguments())
         validation.check_across_params([group], [self._options], first)
-        validation.check_units(group, self._own_process_groups.last_options(self._options))
+        validation.check_with_options(group, self._own_process_groups.last_options(self._options))
         if group_values.is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])
 
@@ -355,8 +355,9 @@ class Muon(ReportMethods):
         `grad_scale` and `found_inf`. False: the scaler unscales, and skips `step` after Inf.
         """
         itself = self._itself()
-        own = itself._options_by_group()
-        return itself._unscaling.in_step(itself.param_groups, itself._options, own)
+        return itself._unscaling.in_step(
+            itself.param_groups, itself._options, itself._options_by_group()
+        )
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -382,7 +383,7 @@ class Muon(ReportMethods):
         """
         itself = self._itself()
         if itself._half_way or itself._backward_overlap.failed:
-            raise create.inconsistent_error()
+            raise checks.inconsistent_error()
         with torch.enable_grad():
             loss = None if closure is None else closure()
         if itself._options.qk_clip is not None or qk_logits is not None:
@@ -515,8 +516,8 @@ class Muon(ReportMethods):
         are there; gradients must not change from then until `step`. Else, and before the first
         step, does nothing. Raises RuntimeError if buckets were already sent.
         """
-        if self._is_torn:
-            raise create.inconsistent_error()
+        if self._is_inconsistent:
+            raise checks.inconsistent_error()
         self._read_groups()
         as_bound = self._preparation.is_as_bound(self.param_groups, self.state)
         as_bound = as_bound and self._bound.collects == self._collects
@@ -552,16 +553,16 @@ class Muon(ReportMethods):
             return
         before = self._preparation.bound
         with create.outside_inference_mode(), collection_paused():
-            self._preparation.prepare(
-                self.param_groups,
-                self.state,
-                self._options,
-                self._options_by_group(),
-                self._unscaling.resolve(self._options),
-                scaled,
-                self._collects,
-                self._forward_overlap if self._forward_overlap.on else None,
+            setup = StepSetup(
+                groups=self.param_groups,
+                options=self._options,
+                options_by_group=self._options_by_group(),
+                compared=self._unscaling.resolve(self._options),
+                scaled=scaled,
+                collects=self._collects,
+                overlap=self._forward_overlap if self._forward_overlap.on else None,
             )
+            self._preparation.prepare(setup, self.state)
         bound = self._preparation.bound
         if bound is not before:
             self._watch = None

@@ -18,7 +18,7 @@ from .metrics.values import Metrics
 from .params.config import AssumedRanks
 from .params.layout import this_rank
 from .report import Report, report_of
-from .state import create
+from .state import checks
 from .state_dict_methods import StateDictMethods
 
 
@@ -31,7 +31,7 @@ class ReportMethods(StateDictMethods):
     def _has_sums(self) -> bool:
         """Whether `metrics` has values to return."""
         itself = self._itself()
-        return itself._bound.collects and not itself._is_torn
+        return itself._bound.collects and not itself._is_inconsistent
 
     @waits_for_updates
     def metrics(self, *, per_parameter: bool = False, local: bool = False) -> Metrics:
@@ -46,8 +46,8 @@ class ReportMethods(StateDictMethods):
         the last step failed half-way; and if buckets have started during backward.
         """
         self._backward_overlap.raise_if_started("metrics")
-        if self._is_torn:
-            raise create.inconsistent_error()
+        if self._is_inconsistent:
+            raise checks.inconsistent_error()
         bound = self._bound
         if not bound.collects:
             raise RuntimeError(
@@ -111,7 +111,7 @@ class ReportMethods(StateDictMethods):
         """Plan without a step, and return the report of the plan. Arguments as in
         `predicted` and `ForecastPlanner`.
         """
-        options, own = self._options, self._options_by_group()
+        options, options_by_group = self._options, self._options_by_group()
 
         def planner() -> ForecastPlanner:
             """Return a planner with process groups that nobody else uses."""
@@ -119,7 +119,7 @@ class ReportMethods(StateDictMethods):
             return ForecastPlanner(options, groups, row_shards, **gpu)
 
         with collection_paused():
-            plans = plans_of(planner, self.param_groups, options, own)
+            plans = plans_of(planner, self.param_groups, options, options_by_group)
             return predicted(plans, self.param_groups, options, rank, measured_bytes)
 
     @classmethod

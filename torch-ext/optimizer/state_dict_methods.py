@@ -17,10 +17,11 @@ from .params.config import MuonConfig
 from .params.dtensor import local_of
 from .params.errors import names_in
 from .params.own_process_groups import Choice
+from .params.units import Split, splits_by_param
 from .planning.plan import bucket_sort_key
 from .rules import rule as rules
 from .rules.muon import REST_KEY
-from .state import create
+from .state import checks, create
 from .state.consolidated import check_target, consolidate
 from .state.saved_forms import (
     called_by_checkpoint,
@@ -43,7 +44,7 @@ class StateDictMethods(ForwardOverlapMethods):
     """Base class: the methods that save, load, copy and pickle, on any layout."""
 
     @property
-    def _is_torn(self) -> bool:
+    def _is_inconsistent(self) -> bool:
         """Whether a step failed half-way: some weights and state are old, some new."""
         return self._half_way or self._backward_overlap.failed
 
@@ -75,8 +76,9 @@ class StateDictMethods(ForwardOverlapMethods):
         self._adopt_state()
         self._find_world()
         with create.outside_inference_mode():
-            own = self._options_by_group()
-            create.complete_state(self.param_groups, self.state, own, skips_wrong)
+            create.complete_state(
+                self.param_groups, self.state, self._options_by_group(), skips_wrong
+            )
         self._adopt_state()
 
     @waits_for_updates
@@ -137,7 +139,8 @@ class StateDictMethods(ForwardOverlapMethods):
         self._check_state()
         self._beta1.follow(self.param_groups)
         self._adopt_state()
-        creates = by_checkpoint and not (self._is_torn or self._backward_overlap.has_started)
+        is_begun = self._is_inconsistent or self._backward_overlap.has_started
+        creates = by_checkpoint and not is_begun
         if not self._owner_keeps_state:
             state = self._completed() if creates else self._with_missing_keys()
             if self._options.state_at_owners:
@@ -164,7 +167,10 @@ class StateDictMethods(ForwardOverlapMethods):
         """`state` as the next step would begin from, after a live change of a group."""
         with create.outside_inference_mode():
             return create.with_missing_keys(
-                self.param_groups, self.state, self._options_by_group(), self._preparation.cuts
+                self.param_groups,
+                self.state,
+                self._options_by_group(),
+                self._preparation.state_splits,
             )
 
     def _completed(self) -> dict:
@@ -203,8 +209,13 @@ class StateDictMethods(ForwardOverlapMethods):
         """Before state is read: warn after a step that failed half-way, raise RuntimeError if
         gradients were changed after they were sent (overlap_backward).
         """
-        if not create.warn_inconsistent(self._is_torn):
+        if not checks.warn_inconsistent(self._is_inconsistent):
             self._backward_overlap.raise_if_changed()
+
+    def _keep_state_splits(self, known: Mapping[torch.Tensor, Split] | None = None) -> None:
+        """Let `Preparation.state_splits` begin from the splits of the groups, or from `known`."""
+        splits = splits_by_param(self.param_groups, skips_wrong=True)
+        self._preparation.keep_state_splits({**splits, **(known or {})}, self.state)
 
     def _named(self) -> dict:
         """{parameter: name} of all groups."""
@@ -260,7 +271,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._drop_plans()
         self._preparation.forget_members()
         self._adopt_state()
-        self._preparation.keep_cuts(create.splits_by_param(self.param_groups), self.state)
+        self._keep_state_splits()
         self._why_unbound = "after load_state_dict(), which drops the plan"
 
     @waits_for_updates
@@ -283,11 +294,11 @@ class StateDictMethods(ForwardOverlapMethods):
             "_rule_options": self._rule_options,
             "_rule_origins": rules.origins(self.param_groups),
             "_skipped": self._skipped,
-            "_half_way": self._is_torn,
+            "_half_way": self._is_inconsistent,
             "_is_world": self._is_world,
             "_timing": self._timing,
             "_collects": self._collects,
-            "_cuts": self._preparation.cuts,
+            "_cuts": self._preparation.state_splits,
         }
 
     def __setstate__(self, state: dict) -> None:
@@ -296,7 +307,7 @@ class StateDictMethods(ForwardOverlapMethods):
         if "_itself" not in vars(self):
             self._start(state["_options"])
         rules.register_origins(state.pop("_rule_origins", {}))
-        cuts = state.pop("_cuts", {})
+        state_splits = state.pop("_cuts", {})
         super().__setstate__(state)
         if isinstance(self._options.process_group, str):
             group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
@@ -306,9 +317,8 @@ class StateDictMethods(ForwardOverlapMethods):
         self._live_keys.accept(self.param_groups)
         if "_options" in state:  # a copy: torch also calls this to load a state dict
             self._beta1.adopt(self.param_groups)
-            # Older pickles have no cuts: their state is taken for that of their groups
-            cuts = {**create.splits_by_param(self.param_groups), **cuts}
-            self._preparation.keep_cuts(cuts, self.state)
+            # Older pickles have none: their state is taken for that of their groups
+            self._keep_state_splits(state_splits)
         self._drop_plans()
         self._why_unbound = "in a copy, or after unpickling"
 

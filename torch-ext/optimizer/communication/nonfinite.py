@@ -22,7 +22,7 @@ from ..kernels.elementwise.nonfinite_check import NonfiniteCheck
 from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, raw_locals
-from ..params.errors import name_in, warn_caller
+from ..params.errors import first_few, name_in, warn_caller
 from ..params.layout import sharded_among
 from ..params.units import box_shape
 from ..pipeline import StepHook
@@ -235,11 +235,7 @@ class NonfiniteFlags(StepHook):
             for first, plan, number in self.flag_params
             if set_flags.intersection(range(first, first + math.prod(_flag_shape(plan, number))))
         ]
-        where = (
-            f"of {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-            if names
-            else "on another rank"
-        )
+        where = f"of {first_few(names, 5)}" if names else "on another rank"
         # clip_grad_norm_ multiplies all gradients by a norm of NaN, so the names say nothing
         clipped = " before gradients are clipped, which spreads it to all" if len(names) > 5 else ""
         raise RuntimeError(
@@ -309,17 +305,20 @@ class Unscaling:
         self._mixed = []  # result of `_mixed_placements`
         self._has_warned = False
 
-    def in_step(self, groups: list[dict], options: MuonConfig, own: Sequence[MuonConfig]) -> bool:
-        """Return whether `step` unscales gradients, and skips itself if a scaler found Inf. `own`:
-        the options of each group.
+    def in_step(
+        self, groups: list[dict], options: MuonConfig, options_by_group: Sequence[MuonConfig]
+    ) -> bool:
+        """Return whether `step` unscales gradients, and skips itself if a scaler found Inf.
 
         Warns once if missing gradients make the scaler of this rank compare over different ranks
         than the scalers of ranks with all gradients.
         """
-        inputs = _classification_inputs(groups, (options, *own))
+        inputs = _classification_inputs(groups, (options, *options_by_group))
         if self._seen is None or not _is_equal(inputs, self._seen):
             given = options.unscale_in_step
-            self.answer = scalers_may_differ(groups, own) if given is None else given
+            self.answer = given
+            if given is None:
+                self.answer = scalers_may_differ(groups, options_by_group)
             self._seen = inputs
             self._mixed = _mixed_placements(groups)
         self._has_warned = self._has_warned or any(map(_warn_if_unlike, self._mixed))

@@ -11,10 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import random
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from ..params import errors
 from ..params.checks.group_keys import OPTIONAL_KEYS
 from ..params.config import MuonConfig
 from ..params.dtensor import local_of
-from ..params.errors import fsdp_names, shortened, warn_caller
+from ..params.errors import first_few, fsdp_names, shortened, warn_caller
 from ..params.layout import this_rank
 from ..params.units import NOT_VIEWABLE, is_viewable, shapes_of
 from ..planning.plan import bucket_sort_key, digest, digest_int
@@ -82,7 +80,7 @@ UNSCALING = (
     "unscale_in_step, which None has each rank decide by its own parameters (pass True or False)"
 )
 # Names in the error message, in the order of the digests of `_fact_digests`
-FACTS = (
+COMPARED_FACTS = (
     "version of the package",
     "version of torch",
     "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES",
@@ -95,10 +93,10 @@ FACTS = (
     "number of parameters",
     "parameters",
     "buckets (workspace_bytes, or GPUs of other memory)",
-    "number of parameters with state",
-    'strides that split="flatten" cannot view',
 )
-NOT_COMPARED = 2  # the last of FACTS, which may differ between ranks
+# The row of integers that each rank sends. The last two may differ between ranks:
+# `_count_with_state` and `_first_not_viewable`
+FACTS = (*COMPARED_FACTS, "number of parameters with state", "first parameter not viewable")
 COMPARED_ELEMENTS = 4  # first elements of a replica that ranks compare
 TOLERANCE = 1e-3  # relative difference above which replicas count as different
 
@@ -135,13 +133,17 @@ def check_plans(
             # In a shared group: dedicated groups exist only with overlap, which may be on for some
             # ranks only, and the comparison has to find such a difference
             common = process_groups.shared_groups()
-            group = _create_group(common, ranks, common.find_any_order(ranks), device)
-            _compare(facts, values, params, group, device)
+            group = common.create_together(ranks, common.find_any_order(ranks), device)
+            rows = gather_integers(facts, group, device)
+            _raise_if_different(rows, values, params, group, device)
+            *_, with_state, not_viewable = zip(*rows)
+            _raise_if_not_viewable(not_viewable, params, group)
+            _warn_of_missing_state(with_state, len(params), group)
             deferred += _compare_replicas(members, known, options, group, device)
-            _reuse_idle_group(ranks, process_groups, group, device)
-            _create_group(process_groups, ranks, group, device)
+            process_groups.reuse_idle(ranks, group, device)
+            process_groups.create_together(ranks, group, device)
     for plan in plans:
-        # Shared parameters have passed `_compare`: only those of this rank alone can raise here
+        # Only for parameters of this rank alone: all others have passed `_raise_if_not_viewable`
         for number in range(len(plan.params)):
             plan.check_strides(number)
     for ranks in sorted(
@@ -149,74 +151,9 @@ def check_plans(
         key=bucket_sort_key,
     ):
         with errors.during(f"the first exchange of ranks {ranks}"):
-            # Now, while no collective of a step is in flight, see `_connect_pairs`
-            _connect_pairs(
-                process_groups.get_or_create(ranks),
-                process_groups.connected,
-                local_of(plans[0].params[0]).device,
-            )
+            # Now, while no collective of a step is in flight
+            process_groups.connect_pairs(ranks, local_of(plans[0].params[0]).device)
     return deferred
-
-
-def _reuse_idle_group(
-    ranks: Ranks, process_groups: ProcessGroups, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Reuse a dedicated process group released by an earlier optimizer, if the group is idle on all
-    ranks: ranks do not release optimizers at the same time. Collective over `group`.
-    """
-    if idle := process_groups.idle_flags(ranks):
-        flags = torch.tensor(idle, dtype=torch.float32, device=device)
-        dist.all_reduce(flags, dist.ReduceOp.MIN, group=group)
-        if 1.0 in (flags := flags.tolist()):
-            process_groups.reuse(ranks, flags.index(1.0))
-
-
-# A generator of its own: with a common seed of the user all ranks would get equal pauses
-_pause = random.Random()
-
-
-def _create_group(
-    process_groups: ProcessGroups,
-    ranks: Ranks,
-    over: dist.ProcessGroup | None,
-    device: torch.device,
-) -> dist.ProcessGroup:
-    """Return the process group of `ranks`. A new group is created while no other thread of these
-    processes creates a group.
-
-    torch's store serves a single thread at a time, even while the thread waits for another rank.
-    Two threads that create groups in different orders on two ranks would wait forever. The ranks of
-    a new group therefore compare, in `over`, an existing group, until each rank holds the lock of
-    its process. `over` None: no existing group, no comparison.
-    """
-    lock = process_groups.creation_lock()
-    while over is not None and process_groups.would_create(ranks):
-        # Never blocking: another rank may hold the lock of its process for another group
-        has_lock = lock.acquire(blocking=False)
-        try:
-            all_have = torch.tensor(int(has_lock), dtype=torch.int32, device=device)
-            dist.all_reduce(all_have, dist.ReduceOp.MIN, group=over)
-            if all_have.item():
-                process_groups.get_or_create(ranks)
-        finally:
-            if has_lock:
-                lock.release()
-        # A random pause, or two groups of threads could keep taking each other's locks
-        if process_groups.would_create(ranks):
-            time.sleep(_pause.uniform(0.001, 0.02))
-    return process_groups.get_or_create(ranks)
-
-
-def _connect_pairs(
-    group: dist.ProcessGroup, connected: set[dist.ProcessGroup], device: torch.device
-) -> None:
-    """Send a number between all pairs of ranks, once for each group, while no other collective is
-    in flight. NCCL connects two ranks at the first message and blocks both meanwhile.
-    """
-    if group not in connected:
-        received = torch.zeros(group.size(), dtype=torch.int32, device=device)
-        dist.all_to_all_single(received, torch.zeros_like(received), group=group)
-        connected.add(group)
 
 
 def _rank_sets(plan: Plan) -> dict[Ranks, set[int]]:
@@ -248,8 +185,8 @@ def _fact_digests(
     params: list[tuple[str, int]],
     options: MuonConfig,
 ) -> tuple[list[int], list[object]]:
-    """Return an integer for each of FACTS but the last NOT_COMPARED, and the values of the first
-    facts, to be shown if they differ. `members`: [(plan, indices of the parameters that `ranks`
+    """Return an integer for each of COMPARED_FACTS, and the values of the first of them, to be
+    shown if they differ. `members`: [(plan, indices of the parameters that `ranks`
     have in common)].
     """
     plans = [plan for plan, _ in members]
@@ -376,20 +313,19 @@ def _sources() -> str:
     return hashlib.sha256(repr(sorted(texts)).encode()).hexdigest()
 
 
-def _compare(
-    facts: list[int],
+def _raise_if_different(
+    rows: list[list[int]],
     values: list[object],
     params: list[tuple[str, int]],
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Raise RuntimeError with the first fact that differs between the ranks of `group`, and its
-    value of `values` on this rank, or NotImplementedError if a rank cannot view a parameter.
-    Collective.
+    """Raise RuntimeError with the first of COMPARED_FACTS that differs between the ranks of
+    `group`, and its value of `values` on this rank. `rows`: of each rank, in the order of FACTS.
+    Collective if the ranks differ in their parameters.
     """
     ranks = dist.get_process_group_ranks(group)
-    rows = gather_integers(facts, group, device)
-    for index, fact in enumerate(FACTS[:-NOT_COMPARED]):
+    for index, fact in enumerate(COMPARED_FACTS):
         odd = _minority(ranks, [row[index] for row in rows])
         # All ranks have equal rows, so that all take part in the second gather or none does
         if odd and fact == "parameters":
@@ -403,20 +339,36 @@ def _compare(
                 f"rank {this_rank()}: the ranks have different plans. Ranks {odd} and ranks "
                 f"{usual} differ in: {fact}. Build the optimizer alike on all ranks"
             )
-    # The last fact is not compared for equality: a rank with an empty shard can view any strides,
-    # but must raise together with the other ranks
-    places = {rank: row[-1] for rank, row in zip(ranks, rows) if row[-1]}
-    if places:
-        first = min(places.values())
-        where = ", ".join(str(rank) for rank, place in places.items() if place == first)
-        refusal = NOT_VIEWABLE.format(f"as on ranks {where}")
-        raise NotImplementedError(f"parameter {params[first - 1][0]}: {refusal}")
-    counts = [row[-NOT_COMPARED] for row in rows]
+
+
+def _raise_if_not_viewable(
+    not_viewable: Sequence[int], params: list[tuple[str, int]], group: dist.ProcessGroup
+) -> None:
+    """Raise NotImplementedError, naming the parameter, if a rank cannot view a parameter by its
+    split. `not_viewable`: `_first_not_viewable` of each rank.
+    """
+    # A rank with an empty shard can view any strides, but must raise together with the other ranks
+    if not any(not_viewable):
+        return
+    first = min(filter(None, not_viewable))
+    ranks = dist.get_process_group_ranks(group)
+    where = ", ".join(str(rank) for rank, number in zip(ranks, not_viewable) if number == first)
+    refusal = NOT_VIEWABLE.format(f"as on ranks {where}")
+    raise NotImplementedError(f"parameter {params[first - 1][0]}: {refusal}")
+
+
+def _warn_of_missing_state(
+    counts: Sequence[int], param_count: int, group: dist.ProcessGroup
+) -> None:
+    """Warn on the lowest rank if only some ranks have state. `counts`: `_count_with_state` of each
+    rank. `param_count`: number of the parameters that the ranks share.
+    """
+    ranks = dist.get_process_group_ranks(group)
     if not all(counts) and any(counts) and this_rank() == min(ranks):
         without = [rank for rank, count in zip(ranks, counts) if not count]
         warn_caller(
-            f"ranks {_shortened_list(without)} have no state of any of the {len(params)} "
-            f"parameters that ranks {_shortened_list(ranks)} share, and other ranks have state of "
+            f"ranks {first_few(without)} have no state of any of the {param_count} "
+            f"parameters that ranks {first_few(ranks)} share, and other ranks have state of "
             f"{max(counts)}: there momentum and averages begin at zero, and not on the other "
             "ranks. Load a checkpoint on all ranks"
         )
@@ -652,8 +604,8 @@ def _warn_of_weights(differ: list[Replicated], ranks: list[int]) -> None:
     """Warn of replicated weights that differ between ranks."""
     if differ:
         warn_caller(
-            f"the weights of {_shortened_list([c.name for c in differ])} differ between ranks "
-            f"{_shortened_list(ranks)}, which hold copies of them, and stay different. Begin with "
+            f"the weights of {first_few([c.name for c in differ])} differ between ranks "
+            f"{first_few(ranks)}, which hold copies of them, and stay different. Begin with "
             "the same weights on all ranks, as DistributedDataParallel does; give parameters that "
             "are to differ by rank a group with a process_group of their own"
         )
@@ -663,8 +615,8 @@ def _warn_of_gradients(differ: list[Replicated], ranks: list[int]) -> None:
     """Warn of gradients that differ between ranks although said to be reduced."""
     if differ:
         warn_caller(
-            f"the gradients of {_shortened_list([c.name for c in differ])} differ between ranks "
-            f"{_shortened_list(ranks)}, although grads_are_reduced=True says that they are means "
+            f"the gradients of {first_few([c.name for c in differ])} differ between ranks "
+            f"{first_few(ranks)}, although grads_are_reduced=True says that they are means "
             "over these ranks. Weights under AdamW will drift apart. Wrap the model in "
             "DistributedDataParallel, or pass grads_are_reduced=False, with which the "
             "optimizer takes the means"
@@ -686,14 +638,8 @@ def _warn_of_order(replicated: list[Replicated], ranks: list[int]) -> None:
         names += [c.name for c, key in zip(alike, keys) if c.identity is None and counts[key] > 1]
     if names:
         warn_caller(
-            f"parameters {_shortened_list(names)} have no names, others have the same shape, "
-            f"dtype and placement, and ranks {_shortened_list(ranks)} share them. If their order "
+            f"parameters {first_few(names)} have no names, others have the same shape, "
+            f"dtype and placement, and ranks {first_few(ranks)} share them. If their order "
             "differed between ranks, pieces of one would be stepped with pieces of "
             "another, and no rank could tell. Pass model.named_parameters()"
         )
-
-
-def _shortened_list(things: list) -> str:
-    """Return the first three entries and the number of the rest, as text."""
-    more = f" and {len(things) - 3} more" if len(things) > 3 else ""
-    return ", ".join(map(str, things[:3])) + more

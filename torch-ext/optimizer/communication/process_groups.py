@@ -1,8 +1,8 @@
 """The process group of each set of ranks: found among existing groups or created.
 
 `ProcessGroups`: groups of an optimizer. Creates groups, but issues no collective of a step. The
-ranks of a new group must create it together: plan_check.py sees to the order. `gather_integers`:
-numbers of all ranks, outside of a step.
+ranks of a new group create it together (`create_together`), in the order of plan_check.py.
+`gather_integers`: numbers of all ranks, outside of a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import datetime
 import functools
 import hashlib
 import itertools
+import random
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -118,7 +120,7 @@ class ProcessGroups:
     def find_backends(
         self, params: list[torch.Tensor], process_group: dist.ProcessGroup | None
     ) -> None:
-        """Collect the backends of the existing groups of `params`, for `send_once`."""
+        """Collect the backends of the existing groups of `params`, for `can_send_once`."""
         groups = [*_default_and_given(process_group), *_meshes_groups(params)]
         self.backends = {dist.get_backend_config(group) for group in groups}
 
@@ -140,10 +142,47 @@ class ProcessGroups:
             self._use(ranks, entry)
         return self.created[ranks].group
 
-    def creation_lock(self) -> threading.Lock:
-        """Return the lock of the process for the creation of groups, see `_create_group` of
-        plan_check.py.
+    def create_together(
+        self, ranks: Ranks, over: dist.ProcessGroup | None, device: torch.device
+    ) -> dist.ProcessGroup:
+        """Return the process group of `ranks`. A new group is created while no other thread of
+        these processes creates a group. Collective over `over` if it is new.
+
+        torch's store serves a single thread at a time, even while the thread waits for another
+        rank. Two threads that create groups in different orders on two ranks would wait forever.
+        The ranks of a new group therefore compare, in `over`, an existing group, until each rank
+        holds the lock of its process. `over` None: no existing group, no comparison.
         """
+        lock = self.creation_lock()
+        while over is not None and self.would_create(ranks):
+            # Never blocking: another rank may hold the lock of its process for another group
+            has_lock = lock.acquire(blocking=False)
+            try:
+                all_have = torch.tensor(int(has_lock), dtype=torch.int32, device=device)
+                dist.all_reduce(all_have, dist.ReduceOp.MIN, group=over)
+                if all_have.item():
+                    self.get_or_create(ranks)
+            finally:
+                if has_lock:
+                    lock.release()
+            # A random pause, or two groups of threads could keep taking each other's locks
+            if self.would_create(ranks):
+                time.sleep(_pause.uniform(0.001, 0.02))
+        return self.get_or_create(ranks)
+
+    def connect_pairs(self, ranks: Ranks, device: torch.device) -> None:
+        """Send a number between all pairs of `ranks`, once for each group, while no other
+        collective is in flight. NCCL connects two ranks at the first message and blocks both
+        meanwhile. Collective.
+        """
+        group = self.get_or_create(ranks)
+        if group not in self.connected:
+            received = torch.zeros(group.size(), dtype=torch.int32, device=device)
+            dist.all_to_all_single(received, torch.zeros_like(received), group=group)
+            self.connected.add(group)
+
+    def creation_lock(self) -> threading.Lock:
+        """Return the lock of the process for the creation of groups, see `create_together`."""
         with _lock:
             return _creation_locks.setdefault(dist.group.WORLD, threading.Lock())
 
@@ -179,6 +218,17 @@ class ProcessGroups:
             if self.dedicated and ranks not in self.created
             else []
         )
+
+    def reuse_idle(self, ranks: Ranks, over: dist.ProcessGroup, device: torch.device) -> None:
+        """Reuse a dedicated process group released by an earlier optimizer, if the group is idle on
+        all ranks: ranks do not release optimizers at the same time. Collective over `over`, a group
+        of the same ranks.
+        """
+        if idle := self.idle_flags(ranks):
+            flags = torch.tensor(idle, dtype=torch.float32, device=device)
+            dist.all_reduce(flags, dist.ReduceOp.MIN, group=over)
+            if 1.0 in (flags := flags.tolist()):
+                self.reuse(ranks, flags.index(1.0))
 
     def reuse(self, ranks: Ranks, index: int) -> None:
         """Use the dedicated group at `index` of `idle_flags` from now on."""
@@ -236,7 +286,7 @@ class ProcessGroups:
         with _lock:
             return _created.setdefault(dist.group.WORLD, {}).setdefault(key, [])
 
-    def send_once(self, device: torch.device) -> bool:
+    def can_send_once(self, device: torch.device) -> bool:
         """Return whether an all-to-all can send a part of the send buffer to several ranks: NCCL
         can, gloo cannot.
         """
@@ -272,6 +322,8 @@ _creation_locks = weakref.WeakKeyDictionary()  # default group -> lock, see `cre
 # Guards the tables of this module. Never held while the thread waits for another rank: ranks take
 # their locks in different orders.
 _lock = threading.Lock()
+# A generator of its own: with a common seed of the user all ranks would get equal pauses
+_pause = random.Random()
 
 
 def _meshes_groups(params: list[torch.Tensor]) -> set[dist.ProcessGroup]:

@@ -123,7 +123,7 @@ def place_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if unsupported_sharding(param):
         local = _cut_by_torch(whole, param)
     else:
-        local = local_layout(param, whole.shape).cut(whole, this_rank())
+        local = local_layout(param, whole.shape).shard_of(whole, this_rank())
     return as_dtensor(local.to(param.device), whole.shape, param.device_mesh, param.placements)
 
 

@@ -23,7 +23,7 @@ from ..params.checks.gradients import (
     requires_grad_of,
     spec_of,
 )
-from ..params.dtensor import gradient_dtype, local_of, placements_of, raw_locals
+from ..params.dtensor import extent, gradient_dtype, local_of, placements_of, raw_locals
 from ..planning.memory_model import ALIGNMENT
 from ..rules.rule import PLANNED_OPTIONS, frozen, option_keys
 
@@ -355,15 +355,10 @@ def copy_in_form(gradient: torch.Tensor, form: GradientForm, name: str | int) ->
             f"during backward; in the steps before it came in {dtype}. Load a checkpoint, and take "
             "a step without last_backward() when dtypes change"
         )
-    # Elements from the first to the last one of a strided tensor
-    extent = (
-        1 + sum((size - 1) * step for size, step in zip(gradient.shape, stride))
-        if gradient.numel()
-        else 0
-    )
     # torch's allocators return aligned memory: begin `misalignment` bytes behind its start
     first = misalignment // dtype.itemsize
-    flat = torch.empty(extent + first, dtype=dtype, device=gradient.device)
+    count = first + extent(gradient.shape, stride)
+    flat = torch.empty(count, dtype=dtype, device=gradient.device)
     return flat.as_strided(gradient.shape, stride, first).copy_(gradient)
 
 

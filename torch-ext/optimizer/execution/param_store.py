@@ -33,13 +33,13 @@ from ..params.dtensor import (
     raw_locals,
 )
 from ..params.layout import this_rank, zeros_with_placements
-from ..params.param_groups import clean_name
+from ..params.model.names import clean_name
 from ..planning.plan import Matrix
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
 from ..rules.muon import REST_KEY, SUM_KEY, is_split
 from ..rules.rule import OWNERS_KEY, SCALE_KEY, host_constants
-from ..state.create import check_bits
+from ..state.checks import check_bits
 from .fingerprint import GradientForm, copy_in_form, form_of_gradient, missing_from
 
 

@@ -202,16 +202,19 @@ def make_stores(
                     f"parameter {plan.names[number]} has no memory: it was freed, and has to "
                     "be materialized again before the step"
                 )
-    of_plans = [(None, {})] * len(plans)  # (flags, first flag of each parameter) of each plan
-    if flags is not None:
-        of_plans = [(flags.flags, offset) for offset in flags.flag_offset]
     sampled = sampled_matrices(plans) if collects else [None] * len(plans)
-    return [
-        make_store(plan, state, PlanInputViews(*views, *flags_of, matrices))
-        for plan, *views, flags_of, matrices in zip(
-            plans, buffers.addresses, buffers.scalars, buffers.keys, of_plans, sampled
+    stores = []
+    for index, plan in enumerate(plans):
+        views = PlanInputViews(
+            addresses=buffers.addresses[index],
+            scalars=buffers.scalars[index],
+            keys=buffers.keys[index],
+            flags=None if flags is None else flags.flags,
+            flag_offset={} if flags is None else flags.flag_offset[index],
+            sampled=sampled[index],
         )
-    ]
+        stores.append(make_store(plan, state, views))
+    return stores
 
 
 def _addresses(gradients: Sequence[torch.Tensor | None]) -> list[int]:

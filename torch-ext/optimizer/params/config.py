@@ -83,9 +83,10 @@ class MuonConfig:
     Values are unchecked user input until `check` has been called. Meaning: docstring of `Muon`.
     """
 
-    # Ranks that hold copies of the plain (non-DTensor) parameters: a dist.ProcessGroup, or None.
-    # The only field that a parameter group can replace, see own_process_groups.py.
-    process_group: object = None
+    # Ranks that hold copies of the plain (non-DTensor) parameters; None: each rank alone. In a
+    # pickle the name of the group. The only field that a parameter group can replace, see
+    # own_process_groups.py.
+    process_group: dist.ProcessGroup | AssumedRanks | str | None = None
     grads_are_reduced: bool = True  # False: the optimizer averages gradients over process_group
     shard_state: bool = False  # True: only the owner of a plain parameter keeps its state
     # True: state of DTensors that rules read at the owner of a matrix is stored there
@@ -106,7 +107,8 @@ class MuonConfig:
     # Whether `step`, not torch.amp.GradScaler, unscales gradients and skips steps with Inf; None:
     # chosen by `Unscaling` of communication/nonfinite.py
     unscale_in_step: bool | None = None
-    qk_clip: object = None  # a QKClip; None: no weight is scaled
+    # A QKClip, of a folder that this one must not import; None: no weight is scaled
+    qk_clip: object = None
 
     @classmethod
     def of(cls, given: dict[str, object], function: Callable, rule: object = None) -> MuonConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,7 +144,7 @@ def as_dtensor(
     )
 
 
-def placed_like(
+def as_shard_like(
     local: torch.Tensor, other: torch.Tensor, shape: Sequence[int]
 ) -> torch.Tensor:
     """`local` as the shard on this rank of a DTensor of global `shape` with mesh and placements of
@@ -190,6 +191,15 @@ def on_mesh_device(tensor: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(tensor) or tensor.device.type == tensor.device_mesh.device_type:
         return tensor
     return tensor.to(tensor.device_mesh.device_type)
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The number of elements of memory from the first to the last element of a strided tensor; 0
+    for a tensor without elements.
+    """
+    if not math.prod(shape):
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
 
 
 def this_rank() -> int:

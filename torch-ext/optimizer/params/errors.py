@@ -127,6 +127,17 @@ def shortened(text: object) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
 
 
+def first_few(names: Iterable[object], most: int = 3, says_count: bool = True) -> str:
+    """The first `most` of `names`, each shortened, for a message: "a, b, c, ... (7 in all)"; "none"
+    without names. `says_count` False: "a, b, c, ...", where the message has the count already.
+    """
+    names = list(names)
+    text = ", ".join(map(shortened, names[:most])) or "none"
+    if len(names) > most:
+        text += f", ... ({len(names)} in all)" if says_count else ", ..."
+    return text
+
+
 def warn_caller(text: str) -> None:
     """Issue a UserWarning at the innermost line outside torch and this package."""
     level = 2

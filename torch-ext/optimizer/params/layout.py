@@ -200,7 +200,7 @@ class Layout:
         row, column = place
         return slice(row, row + shape[0]), slice(column, column + shape[1])
 
-    def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def shard_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A contiguous copy of the elements of `whole` (global shape) stored by `rank`."""
         parts = [whole[tuple(slice(*side) for side in box)] for box in self.boxes_of(rank)]
         if len(parts) > 1:

@@ -1,8 +1,8 @@
 """`get_default_muon_param_groups`: split the parameters of a model into Muon and AdamW groups.
 
-classification.py decides about each parameter. The functions below remove wrappers' prefixes from
-names, apply the user's patterns, and build the groups. Every trainable parameter lands in exactly
-one group.
+model/classification.py decides about each parameter. The functions below apply the user's patterns,
+find splits of fused weights, and build the groups. Every trainable parameter lands in exactly one
+group.
 """
 
 from __future__ import annotations
@@ -15,18 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .errors import shortened
+from .errors import first_few, shortened
 from .model.classification import MUON, NO_DECAY, OTHER, PARTS, Kind, classify
 from .model.fused_weights import Found, describe, find_split, matrix_count, split_of_attributes
+from .model.names import clean_names, clean_path, wrapper_depth
 from .model.structure import Place, Structure
 from .units import demanded_split, parse, remedy
 from .validation import check_module
-
-# Attributes under which wrappers keep a model: torch.compile, FSDP1, activation checkpointing,
-# Lightning Fabric. DDP and DeepSpeed use `module`, a name that models use, too: `module` counts as
-# a wrapper's only if all names begin with it (`_wrapper_depth`).
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
-ORIGINAL = "_original_module"  # where Fabric keeps the model a second time, without wrappers
 
 Match = Callable[[str, nn.Module, nn.Parameter], bool]  # (name, holding module, parameter)
 PatternLike = str | re.Pattern | Match
@@ -34,51 +29,9 @@ Patterns = PatternLike | Collection[PatternLike] | None  # the arguments `adamw`
 SPLITS = (None, "auto", "heads")  # values of the argument `split`
 
 
-def clean_name(name: str) -> str:
-    """A fully qualified name without the prefixes of DDP, torch.compile, FSDP1, activation
-    checkpointing and Fabric.
-
-    Of a lone name, a first part `module` always counts as DDP's prefix; see `clean_names` for all
-    names of a model.
-    """
-    parts = _parts(name)
-    # "module" alone is the name of a parameter
-    depth = int(len(parts) > 1 and parts[0] == "module")
-    return ".".join(_parts(name, depth)) or name
-
-
-def clean_names(model: nn.Module) -> dict[str, str]:
-    """{fully qualified name: name without wrappers' prefixes} of all parameters of a model; tied
-    parameters under every name.
-    """
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    depth = _wrapper_depth(names)
-    return {name: ".".join(_parts(name, depth)) or name for name in names}
-
-
-def _wrapper_depth(names: list[str]) -> int:
-    """The number of parts `module` at the start of all names: the nesting depth of DDP wrappers."""
-    depth = 0
-    # Names below ORIGINAL are cut there anyway (`_parts`), and have no prefix of DDP
-    every = [_parts(name) for name in names if ORIGINAL not in name.split(".")]
-    while every and all(len(parts) > depth + 1 and parts[depth] == "module" for parts in every):
-        depth += 1
-    return depth
-
-
-def _parts(name: str, depth: int = 0) -> list[str]:
-    """The parts of a name, without wrappers' attributes and without the first `depth` parts
-    (`module` of DDP). Below ORIGINAL only the parts after ORIGINAL count.
-    """
-    parts = name.split(".")
-    if ORIGINAL in parts:
-        return [part for part in parts[parts.index(ORIGINAL) + 1 :] if part not in WRAPPERS]
-    return [part for part in parts if part not in WRAPPERS][depth:]
-
-
 @dataclass(frozen=True)
 class Row:
-    """A line of the split's report: a parameter and the decision about it."""
+    """A line of `table`: a parameter, the group that it goes to, and how it is cut."""
 
     name: str  # without wrappers' prefixes
     shape: tuple[int, ...]
@@ -167,9 +120,9 @@ def get_default_muon_param_groups(
     named = _named_patterns(named_splits)
     patterns = {"adamw": _patterns("adamw", adamw), "muon": _patterns("muon", muon)}
     places, structure = locate_params(model)
-    split_model = list(_split(model, places, structure, patterns))
-    named_of = {param: _named_split(row, param, places[param], named) for row, param in split_model}
-    rows = [row for row, _ in split_model]
+    classified = list(_classified(model, places, structure, patterns))
+    named_of = {param: _named_split(row, param, places[param], named) for row, param in classified}
+    rows = [row for row, _ in classified]
     # Most likely a misspelt name: silently keeping the default would surprise later
     for pattern in [*patterns["adamw"], *patterns["muon"], *(pattern for pattern, _ in named)]:
         if pattern.found:
@@ -181,14 +134,14 @@ def get_default_muon_param_groups(
             )
         raise ValueError(
             f"{pattern} matches no trainable parameter of the model, whose names are "
-            f"{_some([row.name for row in rows])}: correct the pattern, or leave it out"
+            f"{first_few(row.name for row in rows)}: correct the pattern, or leave it out"
         )
-    split_model = _find_splits(split_model, places, structure, split, named_of)
-    rows = [row for row, _ in split_model]
+    classified = _find_splits(classified, places, structure, split, named_of)
+    rows = [row for row, _ in classified]
     # Before the next errors: the table shows why parameters do not go to Muon
     if report is not None:
         report(table(rows))
-    _refuse_ignored_splits(split_model, [pattern for pattern, _ in named])
+    _refuse_ignored_splits(classified, [pattern for pattern, _ in named])
     if not any(row.use_muon for row in rows) and not (allow_no_matrices and rows):
         raise ValueError(
             "no parameter of the model goes to Muon: it has no trainable 2-D weight or 3-D stack "
@@ -198,14 +151,14 @@ def get_default_muon_param_groups(
         )
     # Groups in the order of PARTS; of the groups for Muon, the group without a split comes first
     groups: dict[tuple[str, str], list] = {(part, repr(Found())): [] for part in PARTS}
-    for row, param in split_model:
+    for row, param in classified:
         groups.setdefault((row.part, repr(row.keys)), []).append((row, param))
     ordered = sorted(groups.items(), key=lambda item: PARTS.index(item[0][0]))
     return [_group(members, adamw_lr) for _, members in ordered if members]
 
 
 def _refuse_ignored_splits(
-    split_model: list[tuple[Row, nn.Parameter]], named: list[Pattern]
+    classified: list[tuple[Row, nn.Parameter]], named: list[Pattern]
 ) -> None:
     """Raise ValueError, naming the first parameter, if a parameter with an attribute `muon_split`
     or `muon_transposed`, or with a split by one of `named`, goes to AdamW, which cuts nothing.
@@ -217,7 +170,7 @@ def _refuse_ignored_splits(
             f"({row.why}), which steps elements, and cuts nothing. Narrow the pattern, or pass the "
             "parameter's name as muon= as well"
         )
-    for row, param in split_model:
+    for row, param in classified:
         if not row.use_muon and (demanded := demanded_split(param)):
             raise ValueError(
                 f"parameter {row.name} of shape {row.shape} has the attribute {demanded}, but goes "
@@ -226,18 +179,18 @@ def _refuse_ignored_splits(
 
 
 def _find_splits(
-    split_model: list[tuple[Row, nn.Parameter]],
+    classified: list[tuple[Row, nn.Parameter]],
     places: dict[nn.Parameter, list[Place]],
     structure: Structure,
     split: str | None,
     named: dict[nn.Parameter, Found | None],
 ) -> list[tuple[Row, nn.Parameter]]:
-    """`split_model`, pairs (Row, parameter), with the splits of the parameters for Muon: those of
-    `named`, then those that the argument `split` finds. Raises ValueError for the first parameter
-    whose split cannot be told, with the names of all.
+    """Return the pairs `classified` with splits of the parameters for Muon: by `named`, else as
+    the argument `split` finds them. Raises ValueError for the first parameter whose split cannot be
+    told, with the names of all.
     """
     result, refused = [], {}
-    for row, param in split_model:
+    for row, param in classified:
         found = named[param]
         try:
             if row.use_muon and found is None and split is not None:
@@ -255,7 +208,7 @@ def _find_splits(
         result.append((row, param))
     if refused:
         first = next(iter(refused.values()))
-        others = f" (parameters like it: {_some(list(refused))})" if len(refused) > 1 else ""
+        others = f" (parameters like it: {first_few(refused)})" if len(refused) > 1 else ""
         raise UnknownSplits(f"{first}{others}", tuple(refused))
     return result
 
@@ -435,16 +388,7 @@ def _named_split(
     return found
 
 
-def _some(names: list[str]) -> str:
-    """Up to three names and the number of all names, for a message."""
-    return (
-        ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
-        if names
-        else "none"
-    )
-
-
-def _split(
+def _classified(
     model: nn.Module,
     places: dict[nn.Parameter, list[Place]],
     structure: Structure,
@@ -467,7 +411,7 @@ def locate_params(model: nn.Module) -> tuple[dict[nn.Parameter, list[Place]], St
     """
     names = clean_names(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    depth = _wrapper_depth(list(names))
+    depth = wrapper_depth(names)
     places: dict[nn.Parameter, list[Place]] = {}
     clean: dict[str, nn.Module] = {}  # path without wrappers' prefixes -> module
     for prefix, module in modules.items():
@@ -478,7 +422,7 @@ def locate_params(model: nn.Module) -> tuple[dict[nn.Parameter, list[Place]], St
             places.setdefault(param, []).append(place)
         # A wrapper and its inner module have equal paths: the inner module comes last and stays
         if next(module.parameters(), None) is not None:
-            clean[".".join(_parts(prefix, depth))] = module
+            clean[clean_path(prefix, depth)] = module
     return places, Structure(clean)
 
 
@@ -508,7 +452,7 @@ def _moved(
 
 
 def table(rows: list[Row]) -> str:
-    """The split as text: a line for each parameter, with totals below."""
+    """The groups as text: a line for each parameter, with totals below."""
     width = max((len(row.name) for row in rows), default=4)
     lines = [
         f"{row.name:{width}}  {row.shape!s:20}  {'Muon' if row.use_muon else 'AdamW':5}  "

@@ -25,6 +25,7 @@ transpose, so the factor on lr and the rows of NorMuon are those of (out, in).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -327,13 +328,17 @@ def shapes_of(group: Mapping, params: Iterable[torch.Tensor]) -> set[tuple[int, 
     }
 
 
-def splits_by_id(groups: Iterable[Mapping]) -> dict[int, Split]:
-    """{id of a parameter: `Split`} of all parameters of the groups. Raises as `splits_of`."""
-    return {
-        id(param): split
-        for group in groups
-        for param, split in zip(group["params"], splits_of(group))
-    }
+def splits_by_param(
+    groups: Iterable[Mapping], skips_wrong: bool = False
+) -> dict[torch.Tensor, Split]:
+    """{parameter: `Split`} of all parameters of the groups. Raises as `splits_of`; `skips_wrong`:
+    leaves out groups for which that raises.
+    """
+    found = {}
+    for group in groups:
+        with contextlib.suppress(*(TypeError, ValueError) if skips_wrong else ()):
+            found.update(zip(group["params"], splits_of(group)))
+    return found
 
 
 def _for_each(group: Mapping, key: str, count: int) -> list:

@@ -236,11 +236,11 @@ def check_numbers(group: dict) -> None:
     check_values(group)
 
 
-def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
-    """Raise ValueError, TypeError or NotImplementedError, naming the parameter, for a `split` or
-    `transposed` of a group that is wrong, or that a parameter cannot have, and for a function
-    `adjust_lr_fn` whose factor for a matrix of the parameter is wrong. `strides`: as in
-    `check_splits`.
+def check_with_options(group: dict, options: MuonConfig, strides: bool = True) -> None:
+    """Raise ValueError, TypeError or NotImplementedError, mostly naming the parameter, for values
+    of a group that its parameters or `options` exclude: `split` and `transposed`, `decay`,
+    `master_weights`, the rule and its state, 8-bit state, and a function `adjust_lr_fn` with a
+    wrong factor for a matrix. `options`: of the group. `strides`: as in `check_splits`.
     """
     check_splits(group, names_in(group), strides)
     if group.get("decay") == "initial" and options.owner_keeps_state:
@@ -336,7 +336,7 @@ def check_blocks(
 def check_changed_groups(groups: Sequence[dict], options: Sequence[MuonConfig]) -> None:
     """Check groups again before a step, after a change of groups or parameters since the last step.
 
-    options: of each group. Raises as `check_values`, `check_units` and `check_across_params`;
+    options: of each group. Raises as `check_values`, `check_with_options`, `check_across_params`;
     RuntimeError for fake tensors (an optimizer can be built for fake tensors, but a step needs
     memory) and for a plain gradient of a DTensor. lr and the like: `check_scheduled_values`.
     """
@@ -345,7 +345,7 @@ def check_changed_groups(groups: Sequence[dict], options: Sequence[MuonConfig]) 
             refuse_late_key(group)
             check_values(group)
             # Strides may differ between ranks: `check_plans` has all ranks raise together
-            check_units(group, own, strides=False)
+            check_with_options(group, own, strides=False)
         for param in group["params"]:
             if getattr(param, "_fsdp_flattened", False):
                 refuse_fsdp1(name_in(group, param))

@@ -24,7 +24,7 @@ from ..newton_schulz.method import gain_side_by_side
 from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_placements
 from ..params.errors import names_in, names_of, warn_caller
 from ..params.layout import Layout, layout_of, ranks_of_group, row_chunks, this_rank
-from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable, splits_by_id
+from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable, splits_by_param
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT, UpdatedParams
 from ..rules.elementwise import averages_of, is_8bit
@@ -178,7 +178,7 @@ class AllToAllBackends(Protocol):
     ) -> None:
         """Collect the backends of the existing groups of `params`."""
 
-    def send_once(self, device: torch.device) -> bool:
+    def can_send_once(self, device: torch.device) -> bool:
         """Whether an all-to-all can send a part of the send buffer to several ranks."""
 
 
@@ -192,6 +192,11 @@ class Planner:
         self.rank = this_rank()  # global rank
         self.loads: dict[frozenset[int], Counter] = {}  # see `make_plan`
         self.buckets: list[Bucket] = []  # of all groups so far, also of other ranks
+        # Of the parameters that are planned, by `_find_hardware`
+        self.device = torch.device("cpu")
+        self.architecture = ""  # key of kernels/launch/tables
+        self.rank_bytes = 0  # limit on the workspace of a rank
+        self.sends_once = False  # all-to-alls can send one copy to several ranks
 
     def plan(
         self,
@@ -253,7 +258,7 @@ class Planner:
         # Imports Triton in a thread, while ranks compare plans
         precompile.preload_compiler(self.device)
         self.process_groups.find_backends(params, process_group)
-        self.sends_once = self.process_groups.send_once(self.device)
+        self.sends_once = self.process_groups.can_send_once(self.device)
 
     def _cost_model(self, group: dict) -> CostModel:
         """Return the cost model of a Muon group on the device."""
@@ -274,7 +279,7 @@ class Planner:
         exceeds `workspace_bytes`.
         """
         group = groups[0]
-        splits = list(map(splits_by_id(groups).get, map(id, params)))
+        splits = list(map(splits_by_param(groups).get, params))
         layouts = self._layouts(params, splits)
         rule = rule_of(group)
         stored_state = {s.key: self._layouts(params, splits, s.per) for s in rule.state}
@@ -309,12 +314,12 @@ class Planner:
         part_of = partial(rank_plan_of, layouts=sent, state_layouts=of_state, inputs=inputs)
         rank_plans = self._rank_plans(buckets, part_of)
         return Plan(
-            tuple(groups),
-            params,
-            layouts,
-            stored_state,
-            rank_plans,
-            on_several_ranks(buckets, layouts),
+            groups=tuple(groups),
+            params=params,
+            layouts=layouts,
+            state_layouts=stored_state,
+            rank_plans=rank_plans,
+            on_several_ranks=on_several_ranks(buckets, layouts),
             cost_model_key=cost_model.key,
             state_rows=self._state_rows(buckets, params),
             matrix_owners=self._matrix_owners(buckets, layouts) if rule.state else None,
@@ -329,15 +334,16 @@ class Planner:
         """Return the `PlanInputs` of a Muon group with `rule`."""
         products = method.products_dtype(self.options.ns_dtype, self.device)
         scattered = partial(method.supports_scattered_rows, steps=cost_model.steps)
+        weight_bytes = weight_dtype(rule, self.options.wire_dtype).itemsize
         return PlanInputs(
-            self.options.wire_dtype.itemsize,
-            {s.key: s.per for s in rule.state},
-            tuple(rule.sends.items()),
-            weight_dtype(rule, self.options.wire_dtype).itemsize if rule.reads_weight else 0,
-            self.sends_once,
-            partial(method.scratch_bytes, steps=cost_model.steps, dtype=products),
-            scattered if rule.takes_scattered_rows else None,
-            gain_side_by_side,
+            element=self.options.wire_dtype.itemsize,
+            state={s.key: s.per for s in rule.state},
+            sends=tuple(rule.sends.items()),
+            weight=weight_bytes if rule.reads_weight else 0,
+            once=self.sends_once,
+            scratch=partial(method.scratch_bytes, steps=cost_model.steps, dtype=products),
+            supports_scattered_rows=scattered if rule.takes_scattered_rows else None,
+            side_by_side=gain_side_by_side,
             # With overlap_backward every bucket has a buffer of its own: extra bytes count for each
             rank_bytes=None if self.options.overlap_backward else rank_bytes,
             state_at_owners=self.options.state_at_owners,
@@ -394,12 +400,12 @@ class Planner:
     def _elementwise(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
         """Return the plan of AdamW parameters without buckets: every rank steps what is stored."""
         return Plan(
-            (group,),
-            params,
-            self._layouts(params, [WHOLE] * len(params)),
-            {},
-            None,
-            frozenset(range(len(params))),
+            groups=(group,),
+            params=params,
+            layouts=self._layouts(params, [WHOLE] * len(params)),
+            state_layouts={},
+            rank_plans=None,
+            on_several_ranks=frozenset(range(len(params))),
             mismatched=mismatched_placements(params),
             process_group=self.options.process_group,
         )
@@ -417,16 +423,15 @@ class Planner:
         # blocks for 65 columns, less than a byte each
         averages = averages_of(groups[group_of[0]], params[0])
         state_dtype = state_device_and_dtype(averages[0], params[0], dtype)[1]
+        # Split weights are sent as fp32 weights, joined from both halves
+        splits_weights = is_split(groups[group_of[0]], params[0])
         inputs = ChunkPlanInputs(
-            gradient_dtype(params[0]).itemsize,
-            # Split weights are sent as fp32 weights, joined from both halves
-            (
-                torch.float32 if is_split(groups[group_of[0]], params[0]) else params[0].dtype
-            ).itemsize,
-            state_dtype.itemsize,
-            self.sends_once,
-            self.options.grads_are_reduced,
-            len(averages),
+            gradient=gradient_dtype(params[0]).itemsize,
+            weight=(torch.float32 if splits_weights else params[0].dtype).itemsize,
+            state=state_dtype.itemsize,
+            once=self.sends_once,
+            reduced=self.options.grads_are_reduced,
+            averages=len(averages),
         )
         latency = latency_bytes(self.architecture)
         if self.options.overlap_backward:
@@ -441,12 +446,12 @@ class Planner:
             buckets, lambda bucket, rank: chunk_rank_plan(bucket, shapes, rank, inputs)
         )
         return Plan(
-            tuple(groups),
-            list(params),
-            layouts,
-            {},
-            rank_plans,
-            frozenset(range(len(params))),
+            groups=tuple(groups),
+            params=list(params),
+            layouts=layouts,
+            state_layouts={},
+            rank_plans=rank_plans,
+            on_several_ranks=frozenset(range(len(params))),
             in_chunks=True,
             state_rows=state_rows,
             group_of=tuple(group_of),

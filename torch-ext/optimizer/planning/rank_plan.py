@@ -204,14 +204,14 @@ def rank_plan_of(
     of_matrices = list(_pieces_at(bucket, rank, layouts, "matrix"))
     state, weights, sent = _wide_pieces(bucket, rank, of_matrices, state_layouts, inputs)
     reduce = bucket.route == "reduce"
+    # The owner receives `sources`, and sends O, and state, of `exchanged` back
     exchanged = of_matrices
+    sources = [p for p in of_matrices if p.is_source]
     if bucket.route not in OWNER_STATE_ROUTES:
         exchanged = state + of_matrices
-    sources = [p for p in exchanged if p.is_source]
-    if bucket.route not in OWNER_STATE_ROUTES:
-        sources += weights
+        sources = [*(p for p in exchanged if p.is_source), *weights]
     pieces = [*state, *of_matrices, *weights, *sent]
-    replicas = _replicas(bucket, layouts)
+    replicas = _replica_counts(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
     # The owner's own unreduced gradient goes through the buffer too, because the mean is a single
     # reduction over equal splits. O of direct matrices is sent from where U arrived, so the splits
@@ -228,11 +228,11 @@ def rank_plan_of(
         if p.stored_at == p.owner == rank and p.kind == "matrix" and bucket.route != "local"
     ]
     kept, (kept_bytes,), _ = _lay_out(own, "stored_at", (rank,), inputs.itemsizes)
-    nbytes = _all_to_all_bytes(inbound, outbound, kept_bytes) | _iterated(matrices, inputs)
+    nbytes = _all_to_all_bytes(inbound, outbound, kept_bytes) | _scratch_bytes(matrices, inputs)
     if reduce:
         nbytes["until_apply"] = _mean_bytes(inbound, inputs.element)
     nbytes |= _matrix_bytes(matrices, inputs)
-    nbytes["unselected"] = _unselected(of_matrices, rank, layouts, inputs)
+    nbytes["unselected"] = _unselected_bytes(of_matrices, rank, layouts, inputs)
     rank_plan = RankPlan(
         stored=tuple(p for p in pieces if p.stored_at == rank),
         owned=tuple(p for p in pieces if p.owner == rank),
@@ -312,7 +312,7 @@ def _with_direct(rank_plan: RankPlan, limits: tuple[int, int], inputs: PlanInput
     keys = {inputs.scratch(m.rows, m.cols)[0] for m in direct}
     if len(keys) > 1 and any(leave[p] != offset for p, offset in rank_plan.inbound.arrive.items()):
         return rank_plan
-    stack = _stacked([m for m in rank_plan.matrices if m not in direct], inputs)
+    stack = _stack_bytes([m for m in rank_plan.matrices if m not in direct], inputs)
     nbytes = rank_plan.use_bytes | {"stack": stack}
     return _if_within(replace(rank_plan, direct=direct, use_bytes=nbytes), limits, rank_plan)
 
@@ -327,7 +327,7 @@ def _with_scratch_of_each(
     shapes = [sorted(m.iterated_shape) for m in rank_plan.matrices]
     if not shapes or not inputs.side_by_side(shapes):
         return rank_plan
-    nbytes = rank_plan.use_bytes | _iterated(rank_plan.matrices, inputs, sum)
+    nbytes = rank_plan.use_bytes | _scratch_bytes(rank_plan.matrices, inputs, sum)
     return _if_within(replace(rank_plan, use_bytes=nbytes), limits, rank_plan)
 
 
@@ -338,7 +338,7 @@ def _if_within(wanted: RankPlan, limits: tuple[int, int], otherwise: RankPlan) -
     return wanted if fits else otherwise
 
 
-def _stacked(matrices: Iterable[Matrix], inputs: PlanInputs) -> int:
+def _stack_bytes(matrices: Iterable[Matrix], inputs: PlanInputs) -> int:
     """Return the bytes of whole matrices, in a stack for each shape."""
     return sum(m.numel * inputs.element + ALIGNMENT for m in matrices)
 
@@ -349,13 +349,13 @@ def _matrix_bytes(matrices: Sequence[Matrix], inputs: PlanInputs) -> dict[str, i
     """
     parts = [math.prod(m.selected) for m in matrices if m.selected]
     return {
-        "stack": _stacked(matrices, inputs),
+        "stack": _stack_bytes(matrices, inputs),
         "selected": sum(numel * inputs.element + ALIGNMENT for numel in parts),
         "wide": sum(inputs.wide_bytes(m.rows, m.cols) for m in matrices),
     }
 
 
-def _unselected(
+def _unselected_bytes(
     pieces: Iterable[Piece], rank: int, layouts: Sequence[Layout], inputs: PlanInputs
 ) -> int:
     """Return the bytes of the pieces stored by `rank` of which only parts are sent, and of the
@@ -370,7 +370,7 @@ def _unselected(
     return nbytes
 
 
-def _replicas(bucket: Bucket, layouts: Sequence[Layout]) -> list[int]:
+def _replica_counts(bucket: Bucket, layouts: Sequence[Layout]) -> list[int]:
     """Return the number of replicas on the ranks of a bucket, for each distinct layout."""
     known = {id(layouts[m.param]): layouts[m.param] for m in bucket.matrices}
     return [len(set(map(layout.replica_of.__getitem__, bucket.ranks))) for layout in known.values()]
@@ -398,7 +398,7 @@ def _mean_bytes(inbound: AllToAllPlan, itemsize: int) -> int:
     return inbound.recv_bytes[0] // itemsize * max(4, itemsize)
 
 
-def _iterated(
+def _scratch_bytes(
     matrices: Iterable[Matrix], inputs: PlanInputs, together: Callable = max
 ) -> dict[str, int]:
     """Return the bytes of the scratch of Newton-Schulz, see `method.scratch_bytes`.

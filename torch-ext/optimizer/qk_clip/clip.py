@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..params.dtensor import raw_locals
-from ..params.errors import given_names, shortened, warn_caller
+from ..params.errors import first_few, given_names, shortened, warn_caller
 from . import logits, models
 from .largest import LargestLogits
 from .layers import SHARED_KEYS, AttentionLayer, parse_layer
@@ -197,7 +197,7 @@ class QKClip:
         known = self.layers.get(layer)
         if known is None:
             raise ValueError(
-                f"there is no layer {shortened(repr(layer))}; there are {_some(self.layers)}"
+                f"there is no layer {shortened(repr(layer))}; there are {first_few(self.layers)}"
             )
         if not isinstance(maxima, torch.Tensor):
             maxima = torch.as_tensor(maxima, dtype=torch.float32, device="cpu")
@@ -354,14 +354,6 @@ def _check_shape(
 def _no_heads() -> torch.Tensor:
     """The count of heads before the first step."""
     return torch.zeros((), dtype=torch.int64, device="cpu")
-
-
-def _some(names: Iterable[str]) -> str:
-    """Up to three names, for a message."""
-    names = list(names)
-    return ", ".join(map(shortened, names[:3])) + (
-        f", ... ({len(names)} in all)" if len(names) > 3 else ""
-    )
 
 
 def attach_to(clip: object, groups: Sequence[dict]) -> None:

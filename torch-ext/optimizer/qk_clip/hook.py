@@ -72,20 +72,20 @@ class HeadClipping(StepHook):
         groups: Sequence[dict],
         stores: Sequence[StoreOfPlan],
         options: MuonConfig,
-        own: Sequence[MuonConfig],
+        options_by_group: Sequence[MuonConfig],
         process_groups: ProcessGroups,
         nonfinite: NonfiniteFlags | None,
         device: torch.device,
     ) -> None:
-        """`groups`: live parameter groups. `own`: `options` of each group, with its process group.
-        `nonfinite`: flags of the step; a step skipped as a whole clips nothing.
+        """`groups`: live parameter groups. `options_by_group`: `options` of each, with its process
+        group. `nonfinite`: flags of the step; a step skipped as a whole clips nothing.
 
         Raises ValueError if ranks would clip by maxima of their own batches only;
         NotImplementedError, naming the layer, if weights of a layer are on different ranks.
         """
         self.clip = clip
         self.options = options
-        self.own = own
+        self.options_by_group = options_by_group
         self.process_groups = process_groups
         skips_whole_step = nonfinite is not None and nonfinite.skips_whole_step
         self.whole_step = nonfinite if skips_whole_step else None
@@ -185,7 +185,7 @@ class HeadClipping(StepHook):
         found = set()
         is_chosen = False  # whether a parameter group names the ranks of its plain parameters
         for key, param in self.parameters[name].items():
-            group = self.own[self.clip.group_index(key)].process_group
+            group = self.options_by_group[self.clip.group_index(key)].process_group
             is_chosen |= not is_dtensor(param) and group is not self.options.process_group
             if is_dtensor(param):
                 found.add(tuple(ranks_of(param.device_mesh)))

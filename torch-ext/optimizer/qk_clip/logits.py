@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..params.dtensor import local_of
 from ..params.errors import shortened, warn_caller
-from ..params.param_groups import clean_name
+from ..params.model.names import clean_name
 
 # A mask of numbers excludes the positions of numbers up to this one. Models write -1e4, -1e9 or the
 # smallest number of a dtype in place of -inf.

@@ -9,7 +9,7 @@ step. `adopt_state` follows replaced parameters.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,8 @@ from ..params import errors
 from ..params.checks.group_values import check_values
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, is_placed_like, local_of, zeros_of
-from ..params.errors import warn_caller
 from ..params.layout import row_chunk, this_rank, zeros_with_placements
-from ..params.units import WHOLE, Split, splits_of
+from ..params.units import WHOLE, Split, splits_by_param, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
 from ..rules.decay import INITIAL_KEY
@@ -41,34 +40,10 @@ from ..rules.rule import (
     row_sharded_keys,
     sharded_keys,
     state_device_and_dtype,
-    state_keys,
     state_shape,
 )
+from .checks import row_entries
 from .momentum.averages import adopt_averages
-
-# Begin of messages after a failed step
-INCONSISTENT = (
-    "the last step of this optimizer failed half-way: some weights and state are those of before "
-    "it, some those of after it"
-)
-
-
-def inconsistent_error() -> RuntimeError:
-    """The error for steps and reports after a step that failed half-way."""
-    return RuntimeError(
-        f"{INCONSISTENT}. Load a checkpoint into the model and into the optimizer "
-        "(load_state_dict), then go on. A single process may also accept weights and state as "
-        "they are: optimizer.load_state_dict(optimizer.state_dict())"
-    )
-
-
-def warn_inconsistent(is_inconsistent: bool) -> bool:
-    """Warn if a step failed half-way, before the user saves its state. Returns
-    `is_inconsistent`.
-    """
-    if is_inconsistent:
-        warn_caller(f"{INCONSISTENT}: do not save this state, load what was saved before")
-    return is_inconsistent
 
 
 @contextlib.contextmanager
@@ -164,19 +139,12 @@ def gathered_keys(group: dict, state: dict, dtype: torch.dtype) -> tuple[str, ..
     return tuple(sorted(BASE_KEYS | held.intersection(row_sharded_keys())))
 
 
-def splits_by_param(groups: Iterable[dict]) -> dict[torch.Tensor, Split]:
-    """Return {parameter: how its group cuts it}, without groups with a wrong split."""
-    found = {}
-    for group in groups:
-        with contextlib.suppress(TypeError, ValueError):
-            found.update(zip(group["params"], splits_of(group)))
-    return found
-
-
-def cut_anew(before: dict, now: dict, state: dict) -> dict:
+def without_stale_numbers(
+    before: Mapping[torch.Tensor, Split], now: Mapping[torch.Tensor, Split], state: dict
+) -> dict[torch.Tensor, dict]:
     """Return {parameter: its state without numbers of whole matrices (`State.of_matrix`)}, of
-    parameters that are cut into other matrices now. `before`, `now`: {parameter: `Split`}. State at
-    the owners of matrices is left to its own checks.
+    parameters whose split differs between `before`, with which state was made, and `now`: the
+    numbers are of other matrices. State at the owners of matrices is left to its own checks.
     """
     keys, found = matrix_keys(), {}
     for param, split in before.items():
@@ -188,16 +156,21 @@ def cut_anew(before: dict, now: dict, state: dict) -> dict:
 
 
 def with_missing_keys(
-    groups: list[dict], state: dict, options: Sequence[MuonConfig], cuts: dict
+    groups: list[dict],
+    state: dict,
+    options: Sequence[MuonConfig],
+    state_splits: Mapping[torch.Tensor, Split],
 ) -> dict:
     """Return `state` with a completed copy of each parameter's state that lacks keys of its group,
     as after a live change of the group's rule or split: as the next step would create them.
     `state` itself stays unchanged, and parameters without state stay without; so do groups that are
-    not `is_readable`. `options`: of each group. `cuts`: {parameter: `Split` of its state}.
+    not `is_readable`. `options`: of each group. `state_splits`: `Preparation.state_splits`.
     """
     readable = [pair for pair in zip(groups, options) if is_readable(pair[0], pair[1].state_dtype)]
-    cut = cut_anew(cuts, splits_by_param([group for group, _ in readable]), state) if cuts else {}
-    state = {**state, **cut} if cut else state
+    if state_splits:
+        now = splits_by_param((group for group, _ in readable), skips_wrong=True)
+        changed = without_stale_numbers(state_splits, now, state)
+        state = {**state, **changed} if changed else state
     known, copies = set(all_state_keys()), {}
     for group, own in readable:
         dtype = group_state_dtype(group, own.state_dtype)
@@ -211,7 +184,7 @@ def with_missing_keys(
 
 def _shard_plain_state(state: dict, param: torch.Tensor, split: Split) -> None:
     """Shard plain state, from before the model was sharded, like the DTensor `param`."""
-    for key, value in _row_entries(state):
+    for key, value in row_entries(state):
         expected = state_shape(param, key, split)
         if not is_dtensor(value) and tuple(value.shape) == expected:
             state[key] = place_like(value, param)
@@ -233,39 +206,6 @@ def creates_state_only(groups: list[dict], state: dict) -> bool:
         return False
     # Reading an lr tensor would synchronize, which a capture forbids
     return not capturing(device_of(groups)) and all(float(group["lr"]) == 0 for group in groups)
-
-
-def is_state_missing(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> bool:
-    """Return whether the user removed state after creation, as by `state.clear()` to start anew.
-    `dtype`: the option `state_dtype`.
-    """
-    # Each key: whoever resets state may delete single entries
-    return any(
-        key not in state.get(p, ())
-        for plan in plans
-        for p in plan.params
-        for key in keys_of(plan.group, p, dtype)
-    )
-
-
-def check_held_state(plans: Sequence[Plan], state: dict, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if state does not have its parameter's shape, if momentum in 8 bits lacks
-    its scales, or if momentum is in 8 bits and `dtype` is not, or the reverse. `dtype`: the option
-    `state_dtype`. Called before ranks compare plans: other ranks wait in the comparison until the
-    rank has repaired its state and steps again.
-    """
-    for plan in plans:
-        for number, p in enumerate(plan.params):
-            by_rows = plan.state_rows is not None
-            held = state.get(p, {})
-            layouts = {key: of_key[number] for key, of_key in plan.state_layouts.items()}
-            at_owners.check(held, p, layouts, plan.split(number), plan.names[number])
-            _check_shapes(held, p, plan.names[number], plan.split(number), by_rows)
-            # Also SGD's and sign's, which have the keys of matrices
-            for key in {"momentum_buffer", SUM_KEY}.intersection(state_keys(plan.group)):
-                found = getattr(held.get(key), "dtype", None)
-                check_bits(key, plan.names[number], found, group_state_dtype(plan.group, dtype))
-                _check_scales(held, key, plan.names[number])
 
 
 def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> None:
@@ -318,49 +258,9 @@ def _bring_to_owners(plan: Plan, state: dict) -> None:
             held[entry.key] = at_owners.zeros_at_owner(entry, owners[entry.param], dtype)
 
 
-def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_rows: bool) -> None:
-    """Raise RuntimeError for state without its parameter's shape. `by_rows`: a rank may hold some
-    rows only.
-    """
-    # With `by_rows` dim 0 has as many rows as the rank keeps
-    first = 1 if by_rows else 0
-    for key, value in _row_entries(state):
-        expected = state_shape(param, key, split)
-        is_8bit = SCALE_KEY in state and key in (SCALE_KEY, "momentum_buffer", SUM_KEY)
-        entries = f"the momentum and {SCALE_KEY}" if is_8bit else "its entry"
-        if param.ndim and tuple(value.shape[first:]) != expected[first:]:
-            raise RuntimeError(
-                f"{key} of parameter {name} has shape {tuple(value.shape)}, but the parameter, of "
-                f"shape {tuple(param.shape)}, needs {expected}: it was resized, or its split has "
-                f"changed. Delete {entries} in the optimizer's `state`, or load state that fits"
-            )
-
-
-def _check_scales(state: dict, key: str, name: str) -> None:
-    """Raise RuntimeError for momentum `key` in 8 bits without its scales."""
-    if is_quantized(getattr(state.get(key), "dtype", None)) and SCALE_KEY not in state:
-        raise RuntimeError(
-            f"{SCALE_KEY} of parameter {name} is missing in the optimizer's `state`, but {key} in "
-            "8 bits is there and means nothing without it: delete both entries for a new momentum, "
-            "or load both"
-        )
-
-
-def check_bits(key: str, name: str, found: object, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if momentum of dtype `found` would be misread by a step with `dtype`, of
-    `group_state_dtype`. None: there is no momentum yet.
-    """
-    if found is not None and is_quantized(found) != is_quantized(dtype):
-        raise RuntimeError(
-            f"{key} of parameter {name} is {found} in the optimizer's `state`, but a step of its "
-            f"group reads {dtype}: pass the state to load_state_dict(), which converts momentum of "
-            "matrices, or delete the entry for a new momentum"
-        )
-
-
 def _move_to_param(state: dict, param: torch.Tensor) -> None:
     """Redistribute state to the mesh and placements of its parameter, in place. Collective."""
-    for key, value in _row_entries(state):
+    for key, value in row_entries(state):
         # Collective for DTensors that have to be gathered: ranks call it in the order of the plan
         if not is_placed_like(value, param):
             with errors.during("the move of state to where its parameter lies now"):
@@ -371,21 +271,9 @@ def _make_contiguous(state: dict) -> None:
     """Replace state of other strides, as of a model in channels_last, by contiguous copies, in
     place of the dict's entries: split="flatten" views state as (O, I H W).
     """
-    for key, value in _row_entries(state):
+    for key, value in row_entries(state):
         if not local_of(value).is_contiguous():
             state[key] = value.contiguous()
-
-
-def _row_entries(state: dict) -> list[tuple[str, torch.Tensor]]:
-    """Return [(key, tensor)] of the state with rows of the parameter: all but step counts, and
-    state at the owners of matrices.
-    """
-    return [
-        (key, value)
-        for key in row_sharded_keys()  # sorted: callers move the tensors by collectives
-        if isinstance(value := state.get(key), torch.Tensor)
-        and not at_owners.is_at_owners(state, key)
-    ]
 
 
 def create_state(

@@ -23,7 +23,7 @@ from ..params.checks.group_keys import OPTIONAL_KEYS, TOLERATED
 from ..params.checks.saved_function import with_function, without_function
 from ..params.dtensor import is_dtensor
 from ..params.errors import given_names, in_group, shortened
-from ..params.param_groups import clean_names
+from ..params.model.names import clean_names
 from ..params.units import splits_of
 from ..params.validation import check_group
 from ..rules.muon import REST_KEY
@@ -65,7 +65,7 @@ def export_state(
     """
     path = _path_text(path)
     # A file outlives the warning that state_dict() gives, so this raises
-    if optimizer._is_torn:
+    if optimizer._is_inconsistent:
         raise RuntimeError(
             "the last step of this optimizer failed half-way, so that a file would hold some state "
             "of before it and some of after it: load a checkpoint (load_state_dict), then export"

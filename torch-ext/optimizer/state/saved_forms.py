@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..params.dtensor import is_dtensor, local_of, with_local
+from ..params.dtensor import extent, is_dtensor, local_of, with_local
 from ..rules.elementwise import DTYPE_KEY
 from ..rules.rule import rule_name, rule_of
 
@@ -122,8 +122,8 @@ def _with_own_storage(value: object) -> object:
     start = local.storage_offset() * local.itemsize
     if local.device.type != "cpu" or not local.numel() or storage.nbytes() == local.nbytes:
         return value
-    extent = 1 + sum((n - 1) * step for n, step in zip(local.shape, local.stride()))
-    own = storage[start : start + extent * local.itemsize]
+    end = start + extent(local.shape, local.stride()) * local.itemsize
+    own = storage[start:end]
     local = torch.empty(0, dtype=local.dtype).set_(own, 0, local.shape, local.stride())
     return with_local(value, local) if is_dtensor(value) else local
 

@@ -23,10 +23,10 @@ from ..params.checks.live_keys import warn_of_saved_arguments
 from ..params.checks.saved_function import has_function, with_function
 from ..params.config import ARGUMENTS, MuonConfig
 from ..params.dtensor import is_by_rows, is_dtensor, local_of, with_local, with_shard
-from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
+from ..params.errors import first_few, in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
-from ..params.param_groups import clean_name
-from ..params.units import WHOLE, Split, splits_of
+from ..params.model.names import clean_name
+from ..params.units import WHOLE, Split, splits_by_param, splits_of
 from ..params.validation import check_numbers
 from ..rules.decay import INITIAL_KEY
 from ..rules.elementwise import DEFAULT, elementwise_of, is_8bit
@@ -107,7 +107,7 @@ class Loading:
             )
         refuse_elsewhere(loaded)
         warn_of_saved_arguments(loaded["param_groups"], ARGUMENTS, self.options)
-        cuts = _saved_splits(loaded["param_groups"])
+        saved_splits = _saved_splits(loaded["param_groups"])
         groups = matched_groups(loaded["param_groups"], self.own)
         if list(map(_param_count, groups)) != list(map(_param_count, self.own)):
             # A checkpoint of torch.distributed.checkpoint without state: torch raises
@@ -116,7 +116,7 @@ class Loading:
         groups = list(map(with_momentum_steps, groups, self.own))
         groups = list(map(with_own_precision, map(with_own_rule, groups, self.own), self.own))
         states = {key: without_holes(state) for key, state in loaded["state"].items()}
-        _begin_cut_state_anew(states, groups, self.own, cuts)
+        _drop_stale_numbers(states, groups, self.own, saved_splits)
         loaded = {**loaded, "param_groups": groups, "state": states}
         self.restored = restore(loaded, self.own, self.options)
         # Elsewhere a state dict may lack state on purpose, as of parameters that were never stepped
@@ -375,38 +375,36 @@ def _warn_of_missing_state(groups: list[dict], restored: dict) -> None:
     named = [entry for group in groups for entry in names_in(group).items()]
     lacking = [name for param, name in named if param.requires_grad and not restored.get(param)]
     if lacking:
-        first = shortened(", ".join(lacking[:3])) + ", ..." * (len(lacking) > 3)
-        text = (
-            f"no state was loaded for {len(lacking)} parameters ({first}), which begin anew: the "
-            "checkpoint has none, or, in the flattened form, the optimizer had none when it was "
-            "loaded; then call init_state() first, and load again"
+        warn_caller(
+            f"no state was loaded for {len(lacking)} parameters "
+            f"({first_few(lacking, says_count=False)}), which begin anew: the checkpoint has none, "
+            "or, in the flattened form, the optimizer had none when it was loaded; then call "
+            "init_state() first, and load again"
         )
-        warn_caller(text)
 
 
 def _saved_splits(saved: list[dict]) -> dict[int, Split]:
     """Return {number in the state dict: how the parameter was cut} of parameters of saved groups.
     Groups of torch.distributed.checkpoint, with names or `without_splits`, do not say it.
     """
-    found = {}
-    for group in saved:
-        is_numbered = all(isinstance(key, int) for key in group["params"])
-        if not is_numbered or any(group.get(key) == {} for key in SPLITS):
-            continue
-        with contextlib.suppress(TypeError, ValueError):  # damaged; it is not loaded anyway
-            found.update(zip(group["params"], splits_of(group)))
-    return found
+    groups = [
+        group
+        for group in saved
+        if all(isinstance(key, int) for key in group["params"])
+        and not any(group.get(key) == {} for key in SPLITS)
+    ]
+    return splits_by_param(groups, skips_wrong=True)  # a damaged group is not loaded anyway
 
 
-def _begin_cut_state_anew(
-    states: dict, saved: list[dict], own: list[dict], cuts: Mapping[object, Split]
+def _drop_stale_numbers(
+    states: dict, saved: list[dict], own: list[dict], saved_splits: Mapping[int, Split]
 ) -> None:
-    """Leave numbers of whole matrices (`State.of_matrix`) out of `states`, in place of its entries,
-    for parameters that were cut otherwise than by the own groups. `cuts`: of `_saved_splits`.
+    """Replace entries of `states` by copies without numbers of whole matrices (`State.of_matrix`),
+    for parameters with other splits in the groups `own`. `saved_splits`: of `_saved_splits`.
     """
     for group, matched in zip(own, saved):
         for key, split in zip(matched["params"], splits_of(group)):
-            if cuts.get(key, split) != split and isinstance(states.get(key), dict):
+            if saved_splits.get(key, split) != split and isinstance(states.get(key), dict):
                 states[key] = {k: v for k, v in states[key].items() if k not in matrix_keys()}
 
 
@@ -419,7 +417,7 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
     """
     members = []  # (parameter, result of `with_saved_rule`, name, saved state)
     saved_groups = []  # of each member
-    splits = {p: split for group in groups for p, split in zip(group["params"], splits_of(group))}
+    splits = splits_by_param(groups)
     for number, (group, saved) in enumerate(zip(groups, loaded["param_groups"])):
         _check_options(number, group, saved)
         _check_kind(number, group, saved)

@@ -8,7 +8,7 @@ parameters, state or the form of gradients move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,55 +20,55 @@ from ...params.config import MuonConfig
 from ...params.dtensor import properties_of
 from ...params.units import Split
 from ...params.validation import check_changed_groups, device_of
-from ...pipeline import StepHook, precompile_kernels
+from ...pipeline import precompile_kernels
 from ...planning.planner import Plan, Planner, warn_of_idle
 from ...rules.rule import matrix_keys
-from ...state import create
+from ...state import checks, create
 from ..cuda_graphs import Graphs, release_before_groups
 from ..fingerprint import StepFingerprint, memory_key
 from .known_plans import KnownPlans
 from .select import GroupParams, select_params
 from .state_place import StatePlace
-from .step import BoundStep
+from .step import BoundStep, StepSetup
 
 
 def make_plans(
     parts: Sequence[GroupParams],
     state: dict,
-    options: MuonConfig,
-    own: Sequence[MuonConfig],
+    setup: StepSetup,
     process_groups: ProcessGroups,
     alone: bool,
-    cuts: dict[torch.Tensor, Split],
+    state_splits: Mapping[torch.Tensor, Split],
     known: KnownPlans,
 ) -> tuple[list[Plan], list[Callable[[], None]]]:
-    """Plan all `parts`, check that all ranks have equal plans, and create or move state. `own`: the
-    options of each parameter group. `cuts`: `Preparation.cuts`. `known`: plans of before.
+    """Plan all `parts`, check that all ranks have equal plans, and create or move state. `alone`:
+    as in `select_params`. `state_splits`: `Preparation.state_splits`. `known`: plans of before.
 
     Return (plans, collective comparisons that `check_plans` leaves for the next step).
     Collective unless `alone`. Raises RuntimeError if ranks differ, or if state has another
     shape than its parameter.
     """
+    options = setup.compared
     planner = Planner(options, process_groups)
     if not alone:
         process_groups.find_existing(
             [p for part in parts for p in part.params],
             options.process_group,
-            {group.process_group for group in own} - {None},
+            {group.process_group for group in setup.options_by_group} - {None},
         )
     plans = known.of(parts, planner, options)
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
     # remaining ranks wait in `check_plans`
-    cut = create.cut_anew(cuts, _cuts_of(plans), state)
-    create.check_held_state(plans, {**state, **cut}, options.state_dtype)
+    changed = create.without_stale_numbers(state_splits, _splits_of_plans(plans), state)
+    checks.check_held_state(plans, {**state, **changed}, options.state_dtype)
     later = check_plans(plans, options, process_groups, state)
     # Only now: where ranks differ in a split, the user may restore the old one
-    state.update(cut)
+    state.update(changed)
     create.prepare_state(plans, state, options)
     return plans, later
 
 
-def _cuts_of(plans: Sequence[Plan]) -> dict[torch.Tensor, Split]:
+def _splits_of_plans(plans: Sequence[Plan]) -> dict[torch.Tensor, Split]:
     """Return {parameter: how it is cut into matrices} of plans."""
     return {p: plan.split(i) for plan in plans for i, p in enumerate(plan.params)}
 
@@ -95,9 +95,9 @@ class Preparation:
 
     `bound`: the bound step, without plans if nothing is bound. `process_groups`: of all plans.
     `world`: torch.distributed's default group at the last step. `fingerprint`: of the last
-    step; None if the next step has to look at everything. `cuts`: {parameter: `Split` that its
-    state was made with} of state with numbers of whole matrices. It outlives plans, which a load
-    drops.
+    step; None if the next step has to look at everything. `state_splits`: {parameter: `Split` with
+    which its state was made}, of state with numbers of whole matrices. Plans say it too, but a load
+    drops them.
     """
 
     def __init__(self, options: MuonConfig, place: StatePlace) -> None:
@@ -124,7 +124,7 @@ class Preparation:
         self._param_forms: list | None = None  # of all parameters in plans, at the last binding
         # Comparisons of gradients that `check_plans` left for the next step
         self._uncompared: list[Callable[[], None]] = []
-        self.cuts: dict[torch.Tensor, Split] = {}
+        self.state_splits: dict[torch.Tensor, Split] = {}
 
     def is_current(self, groups: Sequence[dict], state: dict, *more: object) -> bool:
         """Whether `bound` can step with the current gradients. Runs the collective comparisons left
@@ -143,82 +143,57 @@ class Preparation:
             return False
         return self.bound.nonfinite is None and self.fingerprint.is_static_current(groups, state)
 
-    def prepare(
-        self,
-        groups: Sequence[dict],
-        state: dict,
-        options: MuonConfig,
-        own: Sequence[MuonConfig],
-        compared: MuonConfig,
-        scaled: bool,
-        collects: bool,
-        hook: StepHook | None,
-    ) -> None:
+    def prepare(self, setup: StepSetup, state: dict) -> None:
         """Plan if parameters or placements changed, bind if memory or the form of gradients did.
-
-        `options`: of the optimizer. `own`: of each parameter group. `compared`: the options for the
-        comparison of ranks, with `unscale_in_step` resolved. `scaled`: a GradScaler decides about
-        the step. `collects`: the step collects metrics. `hook`: is told of state that moves, and of
-        written buckets. Raises as `make_plans`, `memory_key` and `BoundStep`.
+        Raises as `make_plans`, `memory_key` and `BoundStep`.
         """
+        groups, options = setup.groups, setup.options
         self.place.wait()
-        check_changed_groups(groups, own)
+        check_changed_groups(groups, setup.options_by_group)
         if None in self._plan_keys.values():
             warn_of_idle(groups)
         # Called without state too: this step creates the state
         self._members = self._adopted(groups, state)
         # Shared plans first: parameters that the process steps alone must not affect shared plans
         for alone in (False, True):
-            parts, key = select_params(groups, options, own, alone)
-            lost = create.is_state_missing(self._plans[alone], state, options.state_dtype)
+            parts, key = select_params(groups, options, setup.options_by_group, alone)
+            lost = checks.is_state_missing(self._plans[alone], state, options.state_dtype)
             if key != self._plan_keys[alone] or lost:
-                if hook is not None:
-                    hook.before_state_moves(state)
+                if setup.overlap is not None:
+                    setup.overlap.before_state_moves(state)
                 self._plans[alone], later = make_plans(
                     parts,
                     state,
-                    compared,
-                    own,
+                    setup,
                     self.process_groups,
                     alone,
-                    self.cuts,
+                    self.state_splits,
                     self._known[alone],
                 )
-                self.keep_cuts(_cuts_of(self._plans[alone]), state)
+                self.keep_state_splits(_splits_of_plans(self._plans[alone]), state)
                 self._uncompared += later
                 self._plan_keys[alone] = key
                 self._memory_key = self._param_forms = self.fingerprint = None
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
         self.place.pack(plans, state, groups)
-        key = *memory_key(params, state, groups), scaled, collects
+        key = *memory_key(params, state, groups), setup.scaled, setup.collects
         if key != self._memory_key:
             forms = [properties_of(p) for p in params]
             self.forget_memory()  # if binding fails
             # A parameter was cast, or placed otherwise, in place: plan again
             if self._param_forms not in (None, forms):
                 self.drop_plans()
-                return self.prepare(groups, state, options, own, compared, scaled, collects, hook)
-            nonfinite = "raise" if scaled else options.nonfinite
-            self._bind_plans(plans, state, options, nonfinite, groups, own, collects, hook)
+                return self.prepare(setup, state)
+            self._bind_plans(plans, state, setup)
             self._memory_key = key
             self._param_forms = forms
         # After planning, which may create state
-        self.fingerprint = StepFingerprint(groups, state, scaled, collects)
+        self.fingerprint = StepFingerprint(groups, state, setup.scaled, setup.collects)
 
-    def _bind_plans(
-        self,
-        plans: list[Plan],
-        state: dict,
-        options: MuonConfig,
-        nonfinite: str,
-        groups: Sequence[dict],
-        own: Sequence[MuonConfig],
-        collects: bool,
-        hook: StepHook | None,
-    ) -> None:
-        """Replace `bound`. `nonfinite`: as in `Muon`. Raises as `BoundStep`, `check_capturable`."""
-        device = device_of(groups)
+    def _bind_plans(self, plans: list[Plan], state: dict, setup: StepSetup) -> None:
+        """Replace `bound`. Raises as `BoundStep` and `check_capturable`."""
+        device = device_of(setup.groups)
         self.bound.missing.wait()
         self.graphs.warn_once(PARAMETERS_CHANGED)
         for graphs in (self.graphs, self.adamw_graphs):
@@ -226,18 +201,13 @@ class Preparation:
         bound = BoundStep(
             plans,
             state,
-            options,
+            setup,
             self.process_groups,
             (self.graphs, self.adamw_graphs),
-            nonfinite,
-            hook,
-            groups,
-            own,
-            collects,
             self.place,
             self.bound.workspace,
         )
-        if options.capturable and self.graphs.on:
+        if setup.options.capturable and self.graphs.on:
             self.process_groups.check_capturable()
             release_before_groups()
         # First binding of a plan: kernels of these shapes may not be compiled
@@ -262,16 +232,16 @@ class Preparation:
         self._members = members if state else ()
 
     def _adopted(self, groups: list[dict], state: dict) -> list[list[torch.Tensor]]:
-        """`create.adopt_state`, of `cuts` too."""
-        create.adopt_state(self._members, groups, self.cuts)
+        """`create.adopt_state`, of `state_splits` too."""
+        create.adopt_state(self._members, groups, self.state_splits)
         return create.adopt_state(self._members, groups, state)
 
-    def keep_cuts(self, cuts: dict[torch.Tensor, Split], state: dict) -> None:
-        """Add to `cuts`; without parameters whose state has no number of a whole matrix."""
+    def keep_state_splits(self, splits: Mapping[torch.Tensor, Split], state: dict) -> None:
+        """Add to `state_splits`; without parameters whose state has no number of a whole matrix."""
         keys = matrix_keys()
-        self.cuts = {
+        self.state_splits = {
             param: split
-            for param, split in {**self.cuts, **cuts}.items()
+            for param, split in {**self.state_splits, **splits}.items()
             if not keys.isdisjoint(state.get(param, ()))
         }
 

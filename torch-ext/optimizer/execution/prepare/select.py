@@ -18,7 +18,7 @@ from ...params.config import MuonConfig
 from ...params.dtensor import is_dtensor
 from ...params.errors import name_in, warn_caller
 from ...params.layout import ranks_of_group
-from ...params.units import shapes_of, splits_by_id
+from ...params.units import shapes_of, splits_by_param
 from ...planning.plan import bucket_sort_key
 from ...rules.decay import form_of
 from ...rules.elementwise import DTYPE_KEY, elementwise_of
@@ -42,18 +42,21 @@ Part = tuple[dict, list[torch.Tensor], MuonConfig]
 
 
 def select_params(
-    groups: Sequence[dict], options: MuonConfig, own: Sequence[MuonConfig], alone: bool
+    groups: Sequence[dict],
+    options: MuonConfig,
+    options_by_group: Sequence[MuonConfig],
+    alone: bool,
 ) -> tuple[list[GroupParams], list[tuple]]:
     """Return (parameters to step, keys of their plans). While the keys stay equal, the plans of the
     last step are valid.
 
-    `own`: the options of each group, which differ from `options` in process_group only. `alone`:
-    parameters that this process steps without other ranks (plain tensors without a process_group).
-    Else parameters that several ranks step together (DTensors, and plain tensors with a
-    process_group). Warns of a shared parameter with a gradient but without requires_grad.
+    `options_by_group`: of each group; they differ from `options` in process_group only.
+    `alone`: parameters that this process steps without other ranks (plain tensors without a
+    process_group). Else parameters that several ranks step together (DTensors, and plain tensors
+    with a process_group). Warns of a shared parameter with a gradient but without requires_grad.
     """
     parts = []
-    for group, part_options, members in by_process_group(groups, options, own):
+    for group, part_options, members in by_process_group(groups, options, options_by_group):
         is_shared = part_options.process_group is not None
         params = [p for p in members if (not is_shared and not is_dtensor(p)) == alone]
         # Ranks must plan alike, so shared parameters are chosen by requires_grad, and
@@ -82,20 +85,20 @@ def select_params(
 
 
 def by_process_group(
-    groups: Sequence[dict], options: MuonConfig, own: Sequence[MuonConfig]
+    groups: Sequence[dict], options: MuonConfig, options_by_group: Sequence[MuonConfig]
 ) -> list[tuple[dict, MuonConfig, list[torch.Tensor]]]:
     """Return [(group, options, parameters)]: the plain parameters of a group with a process
     group of its own come apart from the group's DTensors, which follow their meshes and are planned
     with the process group of the optimizer.
     """
     found = []
-    for group, group_options in zip(groups, own):
+    for group, own in zip(groups, options_by_group):
         params = group["params"]
-        if group_options.process_group is options.process_group:
+        if own.process_group is options.process_group:
             found.append((group, options, params))
             continue
         found.append((group, options, list(filter(is_dtensor, params))))
-        found.append((group, group_options, [p for p in params if not is_dtensor(p)]))
+        found.append((group, own, [p for p in params if not is_dtensor(p)]))
     return found
 
 
@@ -155,7 +158,7 @@ def planned_values(part: GroupParams, dtype: torch.dtype | None) -> tuple:
     steps = None
     if group["use_muon"]:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
-    splits = list(map(splits_by_id(part.groups).get, map(id, part.params)))
+    splits = list(map(splits_by_param(part.groups).get, part.params))
     # A parameter that lost its dims since the constructor is refused by the planner
     shapes = {
         shape

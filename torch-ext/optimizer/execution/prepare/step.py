@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -29,6 +30,27 @@ from .buckets import reserve, sorted_buckets
 from .state_place import StatePlace
 
 
+@dataclass(frozen=True)
+class StepSetup:
+    """The groups and options of an optimizer, and facts of the step to be prepared."""
+
+    groups: Sequence[dict] = ()  # live parameter groups
+    options: MuonConfig = MuonConfig()  # noqa: RUF009, immutable
+    # Of each group: `options` with the group's process_group
+    options_by_group: Sequence[MuonConfig] = ()
+    # As ranks compare `options`: with `unscale_in_step` resolved
+    compared: MuonConfig = MuonConfig()  # noqa: RUF009, immutable
+    scaled: bool = False  # a GradScaler decides about the step
+    collects: bool = False  # the step collects metrics
+    # Of overlap_forward: told of state that moves, and of written buckets
+    overlap: StepHook | None = None
+
+    @property
+    def nonfinite(self) -> str:
+        """The option `nonfinite` in effect: with a GradScaler the step is skipped as a whole."""
+        return "raise" if self.scaled else self.options.nonfinite
+
+
 class BoundStep:
     """A step bound to memory: stores, bucket updates, inputs and flags of all plans.
 
@@ -41,23 +63,17 @@ class BoundStep:
         self,
         plans: Sequence[Plan] = (),
         state: dict | None = None,
-        options: MuonConfig | None = None,
+        setup: StepSetup = StepSetup(),
         process_groups: ProcessGroups | None = None,
         graphs: tuple[Graphs, Graphs] | None = None,
-        nonfinite: str = "propagate",
-        hook: StepHook | None = None,
-        groups: Sequence[dict] = (),
-        own: Sequence[MuonConfig] = (),
-        collects: bool = False,
         place: StatePlace | None = None,
         former: Workspace | None = None,
     ) -> None:
-        """`graphs`: (of `jobs`, of `adamw_jobs`). `nonfinite`: as in `Muon`. `hook`: the last of
-        `hooks`, and told of written buckets. `groups`: live parameter groups. `own`: options of
-        each group. `collects`: metrics are collected. `place`: of state. `former`: workspace of the
+        """`graphs`: (of `jobs`, of `adamw_jobs`). `place`: of state. `former`: workspace of the
         step that is replaced, see `Workspace.take_over`. Raises RuntimeError for a parameter whose
         memory was freed.
         """
+        options, nonfinite = setup.options, setup.nonfinite
         self.jobs: list[Job] = []  # in the order of the pipeline
         # With capturable=True: AdamW where parameters are stored, in a CUDA graph of its own,
         # because gradient addresses are baked into it. Re-capturing it must not re-capture the
@@ -67,22 +83,22 @@ class BoundStep:
         device = local_of(plans[0].params[0]).device if plans else torch.device("cpu")
         buffers = InputBuffers(plans, flag_counts(plans), device)
         flags = None if nonfinite == "propagate" else FlagBuffers(plans, device)
-        self.collects = collects
+        self.collects = setup.collects
         place = place or StatePlace()
         place.begin(device)
-        self.stores = make_stores(plans, state, buffers, flags, collects, place.store)
+        self.stores = make_stores(plans, state, buffers, flags, setup.collects, place.store)
         # Live groups whose steps are counted for the bias correction of momentum
-        self.counting_groups = [group for group in groups if STEPS_KEY in group]
+        self.counting_groups = [group for group in setup.groups if STEPS_KEY in group]
         # All groups with stochastic rounding, also those without a gradient: a process alone plans
         # without them, and counts their steps as ranks do
-        self.drawing_groups = list(filter(is_stochastic, groups))
+        self.drawing_groups = list(filter(is_stochastic, setup.groups))
         # Made even without parameters on this rank: the check is collective, and further ranks may
         # have parameters
         if flags is not None:
             whole = nonfinite != "skip"
             self.nonfinite = NonfiniteFlags(flags, plans, self.stores, process_groups, whole)
-        clip = self._head_clipping(groups, options, own, process_groups)
-        written = _notifier(clip, hook)
+        clip = self._head_clipping(setup, process_groups)
+        written = _notifier(clip, setup.overlap)
         shared = options, process_groups, graphs, written, place
         self.workspace: Workspace | None = None
         jobs = []
@@ -93,7 +109,7 @@ class BoundStep:
         self.missing = MissingGradients(plans, self.stores, process_groups, buffers.flags)
         # Work around the buckets of each step, in this order. The clip comes before `missing`,
         # which copies back weights without a gradient on any rank, and so undoes their scaling
-        hooks = (place.hook(self.stores), self.nonfinite, clip, self.missing, hook)
+        hooks = (place.hook(self.stores), self.nonfinite, clip, self.missing, setup.overlap)
         self.hooks: list[StepHook] = [hook for hook in hooks if hook is not None]
         early = len(jobs) if jobs and options.overlap_backward else 0
         self.inputs = StepInputs(buffers, self.stores, self.missing, early)
@@ -102,26 +118,22 @@ class BoundStep:
             (self.adamw_jobs if apart else self.jobs).append(job)
 
     def _head_clipping(
-        self,
-        groups: Sequence[dict],
-        options: MuonConfig | None,
-        own: Sequence[MuonConfig],
-        process_groups: ProcessGroups | None,
+        self, setup: StepSetup, process_groups: ProcessGroups | None
     ) -> HeadClipping | None:
         """The hook of QK-clip, also without parameters to step on this rank, since the hook is
         collective; None without `qk_clip`. Arguments as in the constructor.
         """
-        if options is None or options.qk_clip is None:
+        if setup.options.qk_clip is None:
             return None
         return HeadClipping(
-            options.qk_clip,
-            groups,
+            setup.options.qk_clip,
+            setup.groups,
             self.stores,
-            options,
-            own,
+            setup.options,
+            setup.options_by_group,
             process_groups,
             self.nonfinite,
-            device_of(groups),
+            device_of(setup.groups),
         )
 
     @property

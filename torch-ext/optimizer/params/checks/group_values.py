@@ -150,7 +150,9 @@ def _check_rule(group: dict) -> None:
 
 
 def _check_scale(scale: object) -> None:
-    """Raise ValueError for a wrong value of adjust_lr_fn. Calls no function: see `check_units`."""
+    """Raise ValueError for a wrong value of adjust_lr_fn. Calls no function, see
+    `check_with_options`.
+    """
     # By identity of types: an array would compare with each name element by element
     if isinstance(scale, str) and scale in AMBIGUOUS_SCALES:
         raise ValueError(

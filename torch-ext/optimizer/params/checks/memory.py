@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..dtensor import local_of
+from ..dtensor import extent, local_of
 from ..errors import name_of
 
 # (address of the first byte, address after the last byte, index of the group, index of the
@@ -38,7 +38,8 @@ def check_memory(groups: Sequence[dict]) -> None:
             # A storage of 0 bytes has been freed (FSDP2 does so); its address may be in use again
             if local.untyped_storage().nbytes():
                 start = local.data_ptr()
-                spans.append((start, start + _extent(local) * local.itemsize, number, i, local))
+                nbytes = extent(local.shape, local.stride()) * local.itemsize
+                spans.append((start, start + nbytes, number, i, local))
     # Sorted by address, only runs of spans that overlap are compared element by element
     spans.sort(key=lambda span: span[:2])
     together: list[Span] = []
@@ -50,11 +51,6 @@ def check_memory(groups: Sequence[dict]) -> None:
         if span is not None:
             together.append(span)
             end = max(end, span[1])
-
-
-def _extent(local: torch.Tensor) -> int:
-    """The number of elements of memory from the first to the last element of a tensor."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride()))
 
 
 def _may_overlap_itself(local: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...kernels.quantized import blocks, squares
 from ...kernels.quantized.blocks import is_quantized
-from ...params.dtensor import local_of, placed_like
+from ...params.dtensor import as_shard_like, local_of
 from ...rules.elementwise import is_8bit
 from ...rules.muon import SUM_KEY
 from ...rules.rule import (
@@ -79,7 +79,7 @@ def widened(state: Mapping) -> dict:
     for wide_key, numbers_key, scales_key, form in FORMATS:
         numbers, scales = state[numbers_key], state[scales_key]
         wide = form.dequantize(local_of(numbers), local_of(scales).float())
-        found[wide_key] = placed_like(wide, numbers, numbers.shape)
+        found[wide_key] = as_shard_like(wide, numbers, numbers.shape)
     return found
 
 
@@ -91,9 +91,9 @@ def narrowed(state: Mapping, param: torch.Tensor) -> dict:
     for wide_key, numbers_key, scales_key, form in FORMATS:
         wide = state[wide_key]
         numbers, scales = form.quantize(local_of(wide).float())
-        found[numbers_key] = placed_like(numbers.contiguous(), wide, wide.shape)
+        found[numbers_key] = as_shard_like(numbers.contiguous(), wide, wide.shape)
         shape = state_shape(param, scales_key)
-        found[scales_key] = placed_like(scales.contiguous(), wide, shape)
+        found[scales_key] = as_shard_like(scales.contiguous(), wide, shape)
     return found
 
 

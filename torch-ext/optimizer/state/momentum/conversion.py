@@ -23,7 +23,7 @@ from ...kernels.quantized.blocks import (
     of_matrices,
     quantize,
 )
-from ...params.dtensor import is_dtensor, local_of, placed_like, with_local
+from ...params.dtensor import as_shard_like, is_dtensor, local_of, with_local
 from ...params.units import Split
 from ...rules.muon import SUM_KEY, is_sum
 from ...rules.rule import SCALE_KEY, momentum_key
@@ -180,14 +180,14 @@ def in_8_bits(
     numbers.copy_(of_matrices(values, local.shape, split.view))
     of_rank = split.block_shape(local.shape, BLOCK)
     scales = of_matrices(scales, of_rank, split.view)
-    return _like(momentum, numbers), placed_like(scales, momentum, shape)
+    return _like(momentum, numbers), as_shard_like(scales, momentum, shape)
 
 
 def _like(momentum: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return `local` as a DTensor like `momentum`; unchanged if `momentum` is a plain tensor."""
     if is_dtensor(momentum) and local.device.type != momentum.device_mesh.device_type:
         return with_local(momentum, local)  # stays on the host
-    return placed_like(local, momentum, momentum.shape)
+    return as_shard_like(local, momentum, momentum.shape)
 
 
 def refuse_cast_numbers(state: dict, key: str, name: str, numbers: DeviceValues) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...params.dtensor import is_dtensor
-from ...params.errors import shortened
+from ...params.errors import first_few, shortened
 from ...rules.decay import DECOUPLED
 from ...rules.muon import SUM_KEY
 from .facts import (
@@ -101,10 +101,10 @@ def _check_form(state_dict: object) -> None:
                 f"{advice}"
             )
     if not {"state", "param_groups"} <= keys:
-        found = [*map(str, list(state_dict)[:3]), *["..."] * (len(state_dict) > 3)]
-        came = f"this one has {', '.join(found) or 'nothing'}"
-        if not isinstance(state_dict, dict):
-            came = f"this is a {type(state_dict).__name__}"
+        came = f"this is a {type(state_dict).__name__}"
+        if isinstance(state_dict, dict):
+            found = first_few(state_dict, says_count=False) if state_dict else "nothing"
+            came = f"this one has {found}"
         raise ValueError(
             f"a state dict has `state` and `param_groups`; {shortened(came)}: pass it as "
             "state_dict() returns it, or from get_optimizer_state_dict without "
@@ -235,7 +235,7 @@ def _check_whole(where: str, group: dict, states: dict, stepped: bool) -> None:
     if lacking and (stepped or len(lacking) < len(names)):
         raise ValueError(
             f"{where} lacks the momentum of {len(lacking)} of its {len(names)} parameters "
-            f"({', '.join(lacking[:3])}{', ...' * (len(lacking) > 3)}). Keller Jordan's "
+            f"({first_few(lacking, says_count=False)}). Keller Jordan's "
             "distributed Muon keeps each on one rank: gather the states of all ranks into one "
             "state dict first. Where a parameter was never trained, put zeros"
         )

@@ -20,8 +20,8 @@ from ...communication.redistribute import place_like
 from ...kernels.weights.split import joined, split
 from ...params.config import MuonConfig
 from ...params.dtensor import as_dtensor, is_dtensor, local_of
-from ...params.errors import names_in, shortened, warn_caller
-from ...params.param_groups import clean_name
+from ...params.errors import first_few, names_in, warn_caller
+from ...params.model.names import clean_name
 from ...rules.muon import DRAWN_KEY, MASTER_KEY, REST_KEY, SEED_KEY, is_split, is_stochastic
 from ...rules.rule import rule_of, writes_weights
 
@@ -103,16 +103,17 @@ def warn_of_rests(members: Iterable[tuple[torch.Tensor, dict, str, dict]]) -> No
             (dropped if REST_KEY in state else lacking).append(name)
     if lacking:
         warn_caller(
-            f"the state of {len(lacking)} parameters ({shortened(lacking[0])}, ...) has no "
-            f"{REST_KEY}: it was saved without {MASTER_KEY}, and their fp32 weights begin at the "
-            "bf16 weights. To begin at fp32 weights, pass them to load_master_weights()"
+            f"the state of {len(lacking)} parameters ({first_few(lacking, says_count=False)}) has "
+            f"no {REST_KEY}: it was saved without {MASTER_KEY}, and their fp32 weights begin at "
+            "the bf16 weights. To begin at fp32 weights, pass them to load_master_weights()"
         )
     if dropped:
         warn_caller(
-            f"the {REST_KEY} of {len(dropped)} parameters ({shortened(dropped[0])}, ...) is not "
-            "loaded, because they are no bf16 parameters here, or their group has no "
-            f"{MASTER_KEY}: the bits of the weights beyond bf16 are lost. To keep them, load the "
-            "checkpoint into bf16 parameters, and take the weights of master_weights()"
+            f"the {REST_KEY} of {len(dropped)} parameters "
+            f"({first_few(dropped, says_count=False)}) is not loaded, because they are no bf16 "
+            f"parameters here, or their group has no {MASTER_KEY}: the bits of the "
+            "weights beyond bf16 are lost. To keep them, load the checkpoint into bf16 parameters, "
+            "and take the weights of master_weights()"
         )
 
 
