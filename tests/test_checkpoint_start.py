@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -547,6 +548,52 @@ def replaced(rank, world, source):
 @pytest.mark.parametrize("source", ["loaded", "on request"])
 def test_state_goes_to_the_parameters_that_replace_its_own(source):
     assert run_ranks(2, replaced, source) == [(True, True, True)] * 2
+
+
+def put_in_place(optimizer):
+    """Replace all parameters by new ones of equal values, as code that prepares a model does."""
+    for group in optimizer.param_groups:
+        group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+
+
+def stepped(optimizer, number):
+    generator = torch.Generator().manual_seed(number)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))],
+                         ids=["copy", "pickle"])
+def test_a_copy_has_the_state_of_parameters_that_were_just_replaced(copied):
+    ours, theirs = (stepped(package().Muon(small()[1]), 0) for _ in range(2))
+    put_in_place(ours)
+    ours = copied(ours)
+    assert ours.state_dict()["state"].keys() == theirs.state_dict()["state"].keys()
+    assert_equal(*[[stepped(optimizer, 1).state_dict(), optimizer.param_groups[0]["params"]]
+                   for optimizer in (ours, theirs)])
+
+
+def test_master_weights_have_the_rests_of_parameters_that_were_just_replaced():
+    model = small()[0].to(torch.bfloat16)
+    optimizer = stepped(package().Muon([("w", model[0].weight)], master_weights="split16"), 0)
+    expected = optimizer.master_weights()["w"]
+    put_in_place(optimizer)
+    assert torch.equal(optimizer.master_weights()["w"], expected) and not torch.equal(expected, model[0].weight.float())
+
+
+def consolidated_after_replacement(rank, world):
+    optimizer = stepped(package().Muon(small()[1], process_group=dist.group.WORLD, shard_state=True), 0)
+    put_in_place(optimizer)
+    optimizer.consolidate_state_dict()
+    return optimizer.state_dict()["state"] if rank == 0 else None  # one rank saves alone
+
+
+def test_a_consolidated_state_has_that_of_parameters_that_were_just_replaced():
+    expected = stepped(package().Muon(small()[1]), 0).state_dict()["state"]
+    assert_equal(run_threads(2, consolidated_after_replacement)[0], expected)
 
 
 # inference mode, and what plan_report says --------------------------------------------------------

@@ -89,6 +89,7 @@ class StateDictMethods(ForwardOverlapMethods):
         have the placements of their parameters. No communication. Raises ValueError for parameters
         without a name.
         """
+        self._adopt_state()
         members = members_by_name(self.param_groups)
         return {name: master_weight(p, group, self.state.get(p, {})) for name, p, group in members}
 
@@ -195,6 +196,7 @@ class StateDictMethods(ForwardOverlapMethods):
             self._check_state()
             return
         self._find_world()
+        self._adopt_state()
         shared = self._shared()
         named = self._named()
         is_common = len(shared) == 1 and len(shared[0][1]) == len(named)
@@ -278,6 +280,7 @@ class StateDictMethods(ForwardOverlapMethods):
     def __getstate__(self) -> dict:
         """As in torch, for copies and pickles; a process group is kept by name."""
         self._beta1.follow(self.param_groups)
+        self._adopt_state()  # a copy does not know which parameters were replaced
         options = replace(
             self._options, process_group=getattr(self._options.process_group, "group_name", None)
         )
