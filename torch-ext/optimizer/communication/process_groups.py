@@ -475,7 +475,7 @@ _thread = threading.local()
 def _name_by_ranks() -> None:
     """Patch torch so that the name of a new group depends on its ranks and its template only.
 
-    torch (2.11 to 2.13) puts the number of groups of the process into the name. Ranks with
+    torch (2.11 to 2.15) puts the number of groups of the process into the name. Ranks with
     different numbers of groups would wait for each other under different names.
     """
     c10d = dist.distributed_c10d

@@ -84,7 +84,7 @@ def fsdp_names() -> dict[int, str]:
     """{id of a parameter: fully qualified name} of all parameters sharded by FSDP2 in this process.
 
     Names start at the outermost module given to `fully_shard`. Reads private lists of torch; empty
-    where torch lacks a list in the form of torch 2.11 to 2.13.
+    where torch lacks a list in the form of torch 2.11 to 2.15.
     """
     registry = sys.modules.get("torch.distributed._composable_state")
     states = getattr(registry, "_module_state_mapping", {})

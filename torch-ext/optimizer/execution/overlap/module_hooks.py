@@ -182,7 +182,7 @@ def _all_gathers(model: nn.Module) -> list[tuple[nn.Module, FSDPParamGroup, Keys
     """[(module, FSDP2 parameter group, parameters)] of all groups of a model.
 
     [] without FSDP. None for FSDP1, and if FSDP2 lacks an attribute used by `UnshardHook` (known
-    from torch 2.11 to 2.13).
+    from torch 2.11 to 2.15).
     """
     if not torch.distributed.is_available():
         return []
