@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -226,3 +228,17 @@ def test_another_job_knows_no_plans(optimizer):
     for _ in range(2):
         run_threads(1, in_a_job, made, params, counts)
     assert all(counts)
+
+
+def test_replaced_parameters_are_free_after_a_load(optimizer):
+    """Known plans hold the parameters that they were made for, and only as long as the groups do."""
+    params = [nn.Parameter(torch.ones(8, 6)) for _ in range(5)]
+    made = build(params)
+    step(made, params, 0)
+    gone = list(map(weakref.ref, params))
+    for group in made.param_groups:
+        group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+    made.load_state_dict(made.state_dict())
+    del params
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 5

@@ -215,7 +215,9 @@ class StateDictMethods(ForwardOverlapMethods):
             self._backward_overlap.raise_if_changed()
 
     def _keep_state_splits(self, known: Mapping[torch.Tensor, Split] | None = None) -> None:
-        """Let `Preparation.state_splits` begin from the splits of the groups, or from `known`."""
+        """Put the splits of the groups into `Preparation.state_splits`; those of `known` come
+        first.
+        """
         splits = splits_by_param(self.param_groups, skips_wrong=True)
         self._preparation.keep_state_splits({**splits, **(known or {})}, self.state)
 

@@ -241,7 +241,7 @@ class Planner:
         self, params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None
     ) -> tuple:
         """Return what plans of the parameters depend on besides parameters and options: the rank,
-        and what `_find_hardware` sets.
+        and what `_find_hardware` sets. Sets it, too.
         """
         self._find_hardware(params, process_group)
         return self.rank, self.device, self.architecture, self.rank_bytes, self.sends_once

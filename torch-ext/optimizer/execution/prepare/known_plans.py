@@ -6,14 +6,14 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
 
 from ...newton_schulz import coefficients
 from ...params.config import MuonConfig
-from ...params.dtensor import gradient_dtype, mismatched_placements, properties_of
+from ...params.dtensor import gradient_dtype, local_of, mismatched_placements, properties_of
 from ...planning.planner import Plan, Planner
 from ...rules.elementwise import DTYPE_KEY
 from ...rules.muon import MASTER_KEY
@@ -37,11 +37,13 @@ class KnownPlans:
         self, parts: Sequence[GroupParams], planner: Planner, options: MuonConfig
     ) -> list[Plan]:
         """Return the plans of `parts`. Raises as `Planner.plan` and `check_bucket_buffers`.
-        `options`: of the optimizer.
+
+        `parts`: of `select_params`, all of them. `planner`: new, without loads. `options`: of the
+        optimizer.
         """
         inputs = [(options, *_inputs(part, planner, options.ns_dtype)) for part in parts]
         if inputs != self._inputs:
-            self._inputs = None  # if planning fails
+            self._inputs, self._plans = None, []  # if planning fails
             self._plans = [
                 planner.plan(part.groups, part.params, part.group_of, part.process_group)
                 for part in parts
@@ -54,6 +56,13 @@ class KnownPlans:
                 for part, plans in zip(parts, self._plans)
             ]
         return [plan for plans in self._plans for plan in plans]
+
+    def keep_only(self, params: Collection[torch.Tensor]) -> None:
+        """Forget all plans if any has a parameter that is not in `params`: a plan keeps it alive,
+        and will not be taken again.
+        """
+        if any(p not in params for plans in self._plans for plan in plans for p in plan.params):
+            self._inputs, self._plans = None, []
 
 
 def _inputs(part: GroupParams, planner: Planner, dtype: torch.dtype | None) -> tuple:
@@ -73,6 +82,7 @@ def _inputs(part: GroupParams, planner: Planner, dtype: torch.dtype | None) -> t
         # AdamW groups of different kinds of state may be in one part
         [(one.get(MASTER_KEY), one.get(DTYPE_KEY), one.get("rule")) for one in part.groups],
         list(map(properties_of, part.params)),
+        [type(local_of(p)) for p in part.params],  # the planner refuses wrappers of tensors
         list(map(gradient_dtype, part.params)),
     )
 

@@ -232,7 +232,12 @@ class Preparation:
         self._members = members if state else ()
 
     def _adopted(self, groups: list[dict], state: dict) -> list[list[torch.Tensor]]:
-        """`create.adopt_state`, of `state_splits` too."""
+        """`create.adopt_state`, of `state_splits` too; known plans do not keep replaced parameters
+        alive.
+        """
+        held = {p for group in groups for p in group["params"]}
+        for known in self._known.values():
+            known.keep_only(held)
         create.adopt_state(self._members, groups, self.state_splits)
         return create.adopt_state(self._members, groups, state)
 
@@ -262,8 +267,9 @@ class Preparation:
         self.process_groups = ProcessGroups(dedicated=self._dedicated)
 
     def drop_plans(self) -> None:
-        """Drop plans and the bound step; the next step makes both anew, with the comparison of
-        ranks. State stays, and so do process groups: new groups at each plan would pile up.
+        """Drop plans and the bound step. The next step plans again, compares ranks, and binds anew;
+        without a change it takes the plans of before (`KnownPlans`). State stays, and so do process
+        groups: new groups at each plan would pile up.
         """
         self._plans = {False: [], True: []}
         self._plan_keys = {False: None, True: None}

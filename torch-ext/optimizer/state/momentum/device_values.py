@@ -13,7 +13,8 @@ class DeviceValues:
 
     The host waits once for each device and dtype, and not once for each number, as with `item()`.
     If the body raises ValueError, the numbers of before are read all the same, and a function that
-    raises comes first: messages are those of numbers that are read one by one.
+    raises comes first: messages are those of numbers that are read one by one. After any other
+    error nothing is read.
     """
 
     def __init__(self) -> None:
