@@ -282,6 +282,15 @@ def test_changed_sources_are_named_dirty(repository, tmp_path, change):
     assert "_dirty" not in clean and re.fullmatch("[0-9a-f]{7}_dirty", dirty) and not dirty.startswith(clean)
 
 
+def test_caches_of_tools_change_no_id(repository, tmp_path):
+    """ruff writes one into torch-ext/, which has settings of its own."""
+    clean = build_id(make_build(tmp_path / "a", root=repository))
+    for cache in (".ruff_cache", "optimizer/__pycache__", "optimizer/.pytest_cache"):
+        (repository / "torch-ext" / cache).mkdir()
+        (repository / "torch-ext" / cache / "entry").write_text("of a tool")
+    assert build_id(make_build(tmp_path / "b", root=repository)) == clean
+
+
 def test_one_backend_can_be_built_alone(tmp_path):
     assert [path.name for path in make_build(tmp_path, "--backend", "cuda").iterdir()] == ["torch-cuda"]
 

@@ -52,10 +52,13 @@ def add_op_namespace_prefix(op_name: str) -> str:
 '''
 
 
+CACHES = ("__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")  # folders of tools, in .gitignore
+
+
 def is_source(path: Path) -> bool:
     """Whether git would track this entry of torch-ext/ (see .gitignore)."""
     generated = path.name == "_ops.py" or path.name.startswith("metadata-")
-    return not (generated or path.name == "__pycache__" or path.suffix == ".pyc")
+    return not (generated or path.name in CACHES or path.suffix == ".pyc")
 
 
 def blob_hash(path: Path) -> bytes:
