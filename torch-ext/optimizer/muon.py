@@ -382,6 +382,7 @@ class Muon(ReportMethods):
         An error half-way names its bucket; then `step` raises RuntimeError until `load_state_dict`.
         """
         itself = self._itself()
+        # As `_is_inconsistent`, without a call in each step
         if itself._half_way or itself._backward_overlap.failed:
             raise checks.inconsistent_error()
         with torch.enable_grad():

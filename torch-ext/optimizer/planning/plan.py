@@ -442,10 +442,10 @@ def _assign(
     distinct = {id(layout): layout for layout in layouts}
     # One object for each set: a dict compares equal sets of thousands of ranks, one by one
     same: dict[frozenset[int], frozenset[int]] = {}
-    world_of = {
-        key: same.setdefault(frozenset(layout.boxes), frozenset(layout.boxes))
-        for key, layout in distinct.items()
-    }
+    world_of: dict[int, frozenset[int]] = {}  # id of a layout -> its world
+    for key, layout in distinct.items():
+        world = frozenset(layout.boxes)
+        world_of[key] = same.setdefault(world, world)
     for (route, ranks), matrices in families.items():
         # The matrices of a parameter are consecutive in a family, as groupby needs
         for _, found in itertools.groupby(

@@ -168,7 +168,7 @@ def with_missing_keys(
     """
     readable = [pair for pair in zip(groups, options) if is_readable(pair[0], pair[1].state_dtype)]
     if state_splits:
-        now = splits_by_param((group for group, _ in readable), skips_wrong=True)
+        now = splits_by_param(group for group, _ in readable)
         changed = without_stale_numbers(state_splits, now, state)
         state = {**state, **changed} if changed else state
     known, copies = set(all_state_keys()), {}

@@ -46,7 +46,7 @@ def make_plans(
 
     Return (plans, collective comparisons that `check_plans` leaves for the next step).
     Collective unless `alone`. Raises RuntimeError if ranks differ, or if state has another
-    shape than its parameter.
+    shape than its parameter, and what `KnownPlans.of` raises.
     """
     options = setup.compared
     planner = Planner(options, process_groups)
@@ -145,7 +145,7 @@ class Preparation:
 
     def prepare(self, setup: StepSetup, state: dict) -> None:
         """Plan if parameters or placements changed, bind if memory or the form of gradients did.
-        Raises as `make_plans`, `memory_key` and `BoundStep`.
+        Raises as `check_changed_groups`, `make_plans`, `memory_key` and `BoundStep`.
         """
         groups, options = setup.groups, setup.options
         self.place.wait()
